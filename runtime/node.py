@@ -37,7 +37,7 @@ from umbra.runtime.cluster.environment import (
 )
 from umbra.runtime.cluster.guardian_process import GuardianProcess
 from umbra.runtime.cluster.job_nodes import JobNode, key_digest, own_address
-from umbra.runtime.cluster.run_requests import RunNotice
+from umbra.runtime.cluster.run_requests import RunNotice, supervisor_ref
 from umbra.runtime.cluster.socket_dir import socket_dir_path
 from umbra.runtime.errors import (
     ConfigError,
@@ -55,7 +55,7 @@ from umbra.runtime.rpc.loop_socket import endpoint_at, split_endpoint
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.settings import to_wire
 from umbra.runtime.supervisor.supervisor import SupervisorConfig
-from umbra.runtime.supervisor.supervisor_main import start_supervisor, supervisor_ref
+from umbra.runtime.supervisor.supervisor_main import start_supervisor
 
 _JOB: Final = "node"
 """Stands in the socket directory's name for the job's, which an address does not tell."""

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final, NamedTuple
@@ -11,23 +11,26 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from umbra.engines.echo.echo_weights import EchoUpdates, EchoWeights
-from umbra.engines.shell.engine_core import NewOutput, PolledCore
+from umbra.engines.shell.adapter_settings import EngineSettings
+from umbra.engines.shell.engine_core import NewOutput, PolledCore, WeightUpdates
 from umbra.engines.shell.engine_shell import EngineShell
 from umbra.engines.shell.polled_requests import PolledRequests
 from umbra.runtime.engine_api.generation_request import GenerationRequest
-from umbra.runtime.errors import ConfigError
+from umbra.runtime.errors import ConfigError, WeightSyncError
+from umbra.runtime.weights.image.mapped_image import KeptImage
+from umbra.runtime.weights.links.image_source import ImageSource
+from umbra.runtime.weights.manifest import BucketGrid, Extent, Manifest
 
 _MAX_BURST: Final = 1024
 # Tokens of one request made at once where no speed is set: a long one still takes several batches.
 _GOLDEN: Final = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio: spreads positions
 _MASK: Final = (1 << 64) - 1
+_OPEN_TIMEOUT_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EchoSettings:
-    """Settings of an echo engine: its own, and the embedded engine's, of which model_path, dtype,
-    device, kv_cache_num_tokens and num_threads are ignored.
+class EchoSettings(EngineSettings):
+    """Settings of an echo engine. Those about a model and its memory are ignored.
 
     Attributes:
         vocab_size: tokens are below it; a prompt with others is refused.
@@ -36,29 +39,21 @@ class EchoSettings:
         weights_in_logprobs: keep the bytes that syncs deliver, and derive every logprob from
             them, the token and its context (`echo_logprobs`); otherwise it is 0. A test that knows
             each version's bytes can prove which weights made a token, whatever its label.
-        load_weights: serve as version 0 at once.
     """
 
+    model_path: str = ""
+    max_context_len: int = 4096
     vocab_size: int = 256
     tokens_per_s: float | None = None
     verify_checksums: bool = False
     weights_in_logprobs: bool = False
-    max_num_seqs: int = 256
-    max_context_len: int = 4096
-    tick_ms: float = 50.0
-    load_weights: bool = False
-    model_path: str = ""
-    dtype: str = "float32"
-    device: str = "cpu"
-    kv_cache_num_tokens: int | None = None
-    num_threads: int = 1
 
     def __post_init__(self) -> None:
+        EngineSettings.__post_init__(self)
         is_slow = self.tokens_per_s is not None and self.tokens_per_s <= 0
-        if self.vocab_size < 1 or self.max_num_seqs < 1 or is_slow:
+        if self.vocab_size < 1 or is_slow:
             raise ConfigError(
-                f"vocab_size={self.vocab_size}, max_num_seqs={self.max_num_seqs} and "
-                f"tokens_per_s={self.tokens_per_s} must be above 0"
+                f"vocab_size={self.vocab_size} and tokens_per_s={self.tokens_per_s} must be above 0"
             )
 
 
@@ -268,3 +263,127 @@ def echo_logprobs(keys: npt.NDArray[np.uint64], fingerprint: int) -> npt.NDArray
     # 52 bits and a half: the largest value is still below 1 after rounding to float64.
     uniform = ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
     return np.log(uniform).astype(np.float32)
+
+
+def weights_fingerprint(tensors: Iterable[bytes | bytearray | memoryview]) -> int:
+    digest = xxhash.xxh3_64()
+    for data in tensors:
+        digest.update(data)
+    return digest.intdigest()
+
+
+class EchoWeights:
+    """The bytes that an engine holds. Updates overwrite them in place, even an aborted one."""
+
+    def __init__(self) -> None:
+        self.image = bytearray()
+        self._extents: Sequence[Extent] = ()
+        self._fingerprint: int | None = None
+
+    def lay_out(self, extents: Sequence[Extent], nbytes: int) -> None:
+        """Bytes stay as they are if the layout has not changed."""
+        if (len(self.image), list(self._extents)) != (nbytes, list(extents)):
+            self.image = bytearray(nbytes)
+        self._extents = extents
+        self._fingerprint = None
+
+    def write(self, start: int, data: memoryview) -> None:
+        self.image[start : start + len(data)] = data
+        self._fingerprint = None
+
+    def fingerprint(self) -> int:
+        """Before the first update, the fingerprint of no bytes."""
+        if self._fingerprint is None:
+            image = memoryview(self.image)
+            self._fingerprint = weights_fingerprint(
+                image[extent.offset : extent.offset + extent.nbytes] for extent in self._extents
+            )
+        return self._fingerprint
+
+    def clear(self) -> None:
+        self.lay_out((), 0)
+
+
+class EchoUpdates(WeightUpdates):
+    """Reads every byte of a sync, into `weights` if given. `verify` compares
+    checksums with torch."""
+
+    def __init__(self, weights: EchoWeights | None, *, verify: bool) -> None:
+        self._weights = weights
+        self._verify = verify
+        self._image = KeptImage()
+        self._source: ImageSource | None = None
+
+    async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
+        return "the echo engine has no GPU"
+
+    async def begin(self, manifest: bytes, buckets: Mapping[str, Any]) -> None:
+        layout = Manifest.from_wire(manifest)
+        self._nbytes = layout.nbytes
+        self._extents = [Extent(key, e.offset, e.nbytes) for key, e in enumerate(layout.entries)]
+        self._plan = BucketGrid(layout.nbytes, buckets["bucket_nbytes"]).cut(self._extents)
+        self._source = await asyncio.to_thread(
+            ImageSource, self._image, layout.nbytes, buckets, _OPEN_TIMEOUT_S
+        )
+
+    async def load(self) -> int:
+        return await asyncio.to_thread(self._load)
+
+    def _load(self) -> int:
+        nbytes, source = 0, self._open_source()
+        if self._weights is not None:
+            self._weights.lay_out(self._extents, self._nbytes)
+        for idx, window in source.buckets():
+            if self._weights is not None:
+                with memoryview(source.memory) as image:
+                    self._weights.write(window.start, image[window])
+            nbytes += sum(piece.nbytes for piece in self._plan[idx])
+            source.end_of_sync.set_loaded(idx + 1)
+        return nbytes
+
+    async def verify(self, regions: Sequence[Sequence[int | None]]) -> list[str]:
+        if not self._verify or self._weights is None:
+            return []
+        return _mismatches(self._weights.image, regions)
+
+    def stop(self) -> None:
+        if self._source is not None:
+            self._source.close()
+
+    async def end(self) -> None:
+        self.stop()
+        self._source = None
+
+    async def abort(self) -> None:
+        await self.end()
+
+    async def release(self) -> None:
+        await self.end()
+        self._image.close()
+
+    async def close(self) -> None:
+        await self.release()
+
+    def _open_source(self) -> ImageSource:
+        if self._source is None:
+            raise WeightSyncError("no update is in progress; prepare_update comes first")
+        return self._source
+
+
+def _mismatches(image: bytearray, regions: Sequence[Sequence[int | None]]) -> list[str]:
+    import torch
+
+    from umbra.runtime.weights.checksum import checksum_of
+
+    data = torch.frombuffer(image, dtype=torch.uint8)
+    found: list[str] = []
+    for offset, nbytes, checksum in regions:
+        if offset is None or nbytes is None or checksum is None:
+            continue
+        arrived = checksum_of(data[offset : offset + nbytes])
+        if arrived != checksum:
+            found.append(
+                f"bytes [{offset}, {offset + nbytes}): sent {checksum:#018x}, "
+                f"arrived {arrived:#018x}"
+            )
+    return found

@@ -8,8 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from umbra.engines.embedded.embedded_settings import EmbeddedConfig
@@ -20,7 +19,6 @@ from umbra.engines.shell.engine_shell import EngineShell
 from umbra.runtime.engine_api.generation_request import GenerationRequest
 from umbra.runtime.engine_api.lora import LoraBase
 from umbra.runtime.engine_api.token_deltas import END_TICK_S, DeltaColumns
-from umbra.runtime.engine_api.weight_files import local_model
 from umbra.runtime.errors import EngineError
 
 T = TypeVar("T")
@@ -40,13 +38,10 @@ class EmbeddedEngine(EngineShell["EmbeddedCore"]):
     __signature__ = inspect.signature(EmbeddedConfig)
 
     def __init__(self, **settings: Any) -> None:
-        made = EmbeddedConfig(**settings)
-        folder = local_model(made.model_path, with_weights=made.reads_weights)
-        config = replace(made, model_path=folder)
-        lora_base = LoraBase(Path(folder), config.lora_rank) if config.lora_rank else None
+        config = EmbeddedConfig(**settings).with_local_model()
         requests = EmbeddedRequests(lambda: EmbeddedWorker(config), tick_ms=config.tick_ms)
         super().__init__(
-            EmbeddedCore(requests.thread, lora_base),
+            EmbeddedCore(requests.thread, config.lora_base),
             requests,
             EmbeddedUpdates(requests.thread),
             max_context_len=config.max_context_len,

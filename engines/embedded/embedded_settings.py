@@ -8,8 +8,8 @@ from typing import Final
 import torch
 
 from umbra.engines.embedded.scheduler import Limits
+from umbra.engines.shell.adapter_settings import EngineSettings
 from umbra.runtime.engine_api.decoder_config import ModelConfig
-from umbra.runtime.engine_api.lora import check_lora_rank
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.process.host_memory import physical_nbytes
 
@@ -20,36 +20,10 @@ _KV_SHARE_OF_HOST_MEMORY: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EmbeddedConfig:
-    """Settings of an embedded engine.
-
-    Attributes:
-        kv_cache_num_tokens: for all sequences together. None: enough for max_num_seqs sequences
-            of max_context_len, but at most most of a GPU's free memory, or half of a host's.
-        tick_ms: shortest time between two deltas in which no request ends.
-        num_threads: threads of torch's operations on the CPU.
-        load_weights: whether to read `model_path` and serve as version 0.
-        lora_rank: largest rank of the LoRA adapters that syncs bring, for the weights in
-            `model_path`; 0 if they bring the weights.
-    """
-
-    model_path: str
-    dtype: str = "float32"
-    device: str = "cpu"
-    max_num_seqs: int = 256
-    max_context_len: int
-    kv_cache_num_tokens: int | None = None
-    tick_ms: float = 50.0
-    num_threads: int = 1
-    load_weights: bool = False
-    lora_rank: int = 0
-
-    def __post_init__(self) -> None:
-        check_lora_rank(self.lora_rank, load_weights=self.load_weights)
-
-    @property
-    def reads_weights(self) -> bool:
-        return self.load_weights or self.lora_rank > 0
+class EmbeddedConfig(EngineSettings):
+    """Settings of an embedded engine. Without `kv_cache_num_tokens` the KV cache is enough for
+    max_num_seqs sequences of max_context_len, but at most 80 % of a GPU's free memory, or half of a
+    host's."""
 
 
 def parse_device(name: str) -> torch.device:

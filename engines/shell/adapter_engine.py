@@ -9,7 +9,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any, ClassVar, Final, Protocol, TypeVar
 
 import numpy as np
@@ -22,7 +21,6 @@ from umbra.engines.shell.engine_shell import EngineShell
 from umbra.engines.shell.polled_requests import PolledRequests
 from umbra.runtime.engine_api.generation_request import GenerationRequest
 from umbra.runtime.engine_api.lora import LoraBase
-from umbra.runtime.engine_api.weight_files import local_model
 from umbra.runtime.errors import EngineError, WeightSyncError
 from umbra.runtime.waiting import first_of
 from umbra.runtime.weights.image.destinations import Destinations
@@ -121,9 +119,7 @@ class ConfiguredEngine(AdapterEngine):
         cls.__signature__ = inspect.signature(cls.settings_class)
 
     def __init__(self, **settings: Any) -> None:
-        made = self.settings_class(**settings)
-        folder = local_model(made.model_path, with_weights=made.reads_weights)
-        made = replace(made, model_path=folder)
+        made = self.settings_class(**settings).with_local_model()
         super().__init__(
             type(self).core_class(made),
             max_num_seqs=made.max_num_seqs,

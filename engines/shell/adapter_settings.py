@@ -5,13 +5,13 @@ import importlib
 import json
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, Self, TypeVar, cast
 
 from umbra.runtime.engine_api.engine_names import engine_kind
 from umbra.runtime.engine_api.lora import LoraBase, check_lora_rank
-from umbra.runtime.engine_api.weight_files import has_own_head, untied
+from umbra.runtime.engine_api.weight_files import has_own_head, local_model, untied
 from umbra.runtime.errors import ConfigError, DataError
 from umbra.runtime.package_versions import outside_tested_range
 
@@ -21,23 +21,22 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterSettings:
-    """Settings of a foreign engine.
+class EngineSettings:
+    """Settings that every engine takes.
 
     Attributes:
         kv_cache_num_tokens: for all sequences together. None: the engine's choice.
-        tick_ms: time between two deltas, unless the engine reports the end of a request earlier.
+        tick_ms: time between two deltas, unless a request ends earlier.
         num_threads: threads of operations on the CPU.
         load_weights: whether the engine reads `model_path` and serves as version 0.
         lora_rank: largest rank of the LoRA adapters that syncs bring; 0 if they bring the
             model. The engine keeps the weights of `model_path`, and serves once it has an adapter,
             which it applies to every request.
-        engine_args: more options of the engine, by name.
     """
 
     model_path: str
-    dtype: str = "bfloat16"
-    device: str = "cuda"
+    dtype: str = "float32"
+    device: str = "cpu"
     max_num_seqs: int = 256
     max_context_len: int
     kv_cache_num_tokens: int | None = None
@@ -45,7 +44,6 @@ class AdapterSettings:
     num_threads: int = 1
     load_weights: bool = False
     lora_rank: int = 0
-    engine_args: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_context_len", "num_threads"):
@@ -57,14 +55,28 @@ class AdapterSettings:
     def reads_weights(self) -> bool:
         return self.load_weights or self.lora_rank > 0
 
+    @property
+    def lora_base(self) -> LoraBase | None:
+        return LoraBase(Path(self.model_path), self.lora_rank) if self.lora_rank else None
+
+    def with_local_model(self) -> Self:
+        """The settings with the model's folder, which may have to be downloaded."""
+        folder = local_model(self.model_path, with_weights=self.reads_weights)
+        return replace(self, model_path=folder)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSettings(EngineSettings):
+    """Settings of a foreign engine; `engine_args` are more options of its library, by name."""
+
+    dtype: str = "bfloat16"
+    device: str = "cuda"
+    engine_args: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
     def config_changes(self) -> dict[str, Any]:
         """Changes to config.json, so that the library has the same model as transformers."""
         config = _read_whole_config(self.model_path)
         return untied(config) if has_own_head(Path(self.model_path), config) else {}
-
-    @property
-    def lora_base(self) -> LoraBase | None:
-        return LoraBase(Path(self.model_path), self.lora_rank) if self.lora_rank else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.job_rules import JobRules
@@ -28,30 +28,6 @@ from umbra.runtime.waiting import first_of
 logger = logging.getLogger(__name__)
 
 _CALL_LIMIT_S: Final = 10.0
-
-
-class ActorProcess(Protocol):
-    """An actor of this node (`SupervisedActor`) or of another one (`RemoteActor`)."""
-
-    spec: ActorSpec
-    state: ActorState
-    incarnation: int
-    ref: ActorRef | None
-    pid: int
-    failure: str
-    has_process: bool
-    ended: asyncio.Event
-
-    @property
-    def is_stopping(self) -> bool: ...
-    @property
-    def num_restarts(self) -> int: ...
-    def stop(self) -> None: ...
-    async def restart(self, timeout_s: float) -> ActorRef: ...
-    def kill(self, reason: str) -> None: ...
-    async def failed_to_wake(self) -> None: ...
-    def woke(self) -> None: ...
-    async def wait_running(self, timeout_s: float, lost_incarnation: int = 0) -> ActorRef: ...
 
 
 class RemoteActor:
@@ -228,6 +204,9 @@ class _Hosted:
             "num_restarts": actor.num_restarts,
             "failure": actor.failure,
         }
+
+
+ActorProcess = SupervisedActor | RemoteActor
 
 
 class HostedActors:

@@ -20,9 +20,14 @@ from rich.text import Text
 
 from umbra.runtime.cluster.run_events import RunEvent, read_events
 from umbra.runtime.errors import ConfigError, DeadlineExceeded
-from umbra.runtime.reports.job_state import EngineStatus, JobState, RankStatus
+from umbra.runtime.reports.job_state import (
+    EngineStatus,
+    JobState,
+    RankStatus,
+    job_state,
+    run_interruptibly,
+)
 from umbra.runtime.reports.run_metrics import Row, last_steps, total_steps
-from umbra.runtime.supervisor.live_job import job_state, run_interruptibly
 from umbra.runtime.terminal_text import escape_unprintable, format_duration
 
 _INTERVAL_S: Final = 1.0

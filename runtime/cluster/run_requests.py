@@ -14,6 +14,7 @@ from typing import Final, Literal, TypeVar
 
 from umbra.runtime.disk import replacing
 from umbra.runtime.errors import ActorNotFound, ConfigError
+from umbra.runtime.rpc.wire import ActorRef
 from umbra.runtime.settings import Seconds, Settings, from_wire, to_wire
 
 logger = logging.getLogger(__name__)
@@ -86,6 +87,12 @@ class JobRequests:
         except ActorNotFound as error:
             return str(error)
         return ""
+
+
+def supervisor_ref(node_id: str, socket_dir: Path) -> ActorRef:
+    """Where the supervisor of a socket directory listens: known before it runs."""
+    endpoint = f"ipc://{socket_dir / 'supervisor'}"
+    return ActorRef(name="supervisor", incarnation=1, node_id=node_id, ipc_endpoint=endpoint)
 
 
 def stop_status(number: int) -> int:

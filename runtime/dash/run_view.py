@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar, cast, get_args
 
 from umbra.runtime.dash.sample_texts import Order, SampleIndex
 from umbra.runtime.errors import ConfigError, UmbraError
+from umbra.runtime.reports.job_state import job_state
 from umbra.runtime.reports.run_metrics import (
     PANELS,
     recorded_choices,
@@ -22,7 +23,6 @@ from umbra.runtime.reports.run_metrics import (
     total_steps,
 )
 from umbra.runtime.settings import to_wire
-from umbra.runtime.supervisor.live_job import job_state
 
 T = TypeVar("T")
 

@@ -6,11 +6,12 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
-from umbra.runtime.engine_api.lifecycle import EngineLifecycle, EngineState
+from umbra.runtime.engine_api.lifecycle import EngineState
 from umbra.runtime.engine_api.transports import Transport
 from umbra.runtime.errors import UmbraError, WakeError, WeightSyncError
+from umbra.runtime.pools.pool_engine import PoolEngine
 from umbra.runtime.pools.sync_state import (
     EngineCutOff,
     EngineDone,
@@ -43,45 +44,11 @@ _WATCH_INTERVAL_S: Final = 0.1
 _MIN_TIMEOUT_S: Final = 3 * _WATCH_INTERVAL_S
 
 
-class SyncEngine(Protocol):
-    """An engine as the supervisor sees it. Calls raise `UmbraError` if they fail.
-
-    `load` takes memory for the weights if they sleep, returns when the model has the new ones, and
-    fails soon after the sync is aborted; from the call on the weights have no version.
-    `verify_update` returns differences of checksums. `commit_update` wakes the KV cache if it
-    sleeps, and the engine serves. `abort_update` ends the update; the version is lost only if
-    `load` was called.
-    """
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def incarnation(self) -> int: ...
-    @property
-    def node_id(self) -> str: ...
-    @property
-    def lifecycle(self) -> EngineLifecycle: ...
-
-    async def probe_import(self, allocations: list[list[Any]], timeout_s: float) -> str: ...
-    async def pause(self, mode: str, timeout_s: float) -> None: ...
-    async def resume(self, timeout_s: float) -> None: ...
-    async def prepare_update(
-        self, version: int, manifest: bytes, buckets: dict[str, Any], timeout_s: float
-    ) -> None: ...
-    async def load(self, version: int, timeout_s: float) -> Mapping[str, Any]: ...
-    async def verify_update(
-        self, regions: list[list[int | None]], timeout_s: float
-    ) -> list[str]: ...
-    async def commit_update(self, version: int, timeout_s: float) -> None: ...
-    async def abort_update(self, timeout_s: float) -> None: ...
-    def kill(self, reason: str) -> None: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedSync:
     """The coordinator's part of a sync, once the layout is known."""
 
-    engines: Mapping[int, SyncEngine]
+    engines: Mapping[int, PoolEngine]
     transport: Transport
     bucket_nbytes: int
     layout: Layout
@@ -135,7 +102,7 @@ class EngineSync:
 
     def __init__(
         self,
-        engine: SyncEngine,
+        engine: PoolEngine,
         number: int,
         *,
         opened: OpenedSync,

@@ -181,7 +181,8 @@ class PoolEngine:
         await self._request("prepare_update", version, manifest, buckets, timeout_s=timeout_s)
 
     async def load(self, version: int, timeout_s: float) -> dict[str, Any]:
-        """→ UPDATING: the weights have no version. Returns once the engine's model has them."""
+        """→ UPDATING: the weights have no version. Returns once the engine's model has them, and
+        fails soon after the sync is aborted."""
         async with self._allocating({"weights"}):
             self._enter(self.lifecycle.begin_update(version))
             loaded: dict[str, Any] = await self._request("load", timeout_s=timeout_s)
@@ -203,7 +204,7 @@ class PoolEngine:
             self._enter(self.lifecycle.resume())
 
     async def abort_update(self, timeout_s: float) -> None:
-        """Ends the update; UPDATING → PENDING_WEIGHTS."""
+        """Ends the update; UPDATING → PENDING_WEIGHTS. Before `load` the version stays."""
         if self.state == EngineState.UPDATING:
             self._enter(self.lifecycle.abort_update())
         await self._request("abort_update", timeout_s=timeout_s)

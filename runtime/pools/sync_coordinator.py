@@ -12,7 +12,8 @@ from typing import Final
 from umbra.runtime.engine_api.lifecycle import EngineState
 from umbra.runtime.engine_api.transports import Transport
 from umbra.runtime.errors import ProtocolError, WeightSyncError
-from umbra.runtime.pools.engine_sync import Lease, OpenedSync, SyncEngine
+from umbra.runtime.pools.engine_sync import Lease, OpenedSync
+from umbra.runtime.pools.pool_engine import PoolEngine
 from umbra.runtime.pools.pool_spec import SyncSettings
 from umbra.runtime.pools.sync_run import SyncRun
 from umbra.runtime.pools.sync_state import Aborted, Open, Phase
@@ -59,7 +60,7 @@ class SyncCoordinator:
     def __init__(
         self,
         pool: str,
-        engines: Callable[[], Iterable[SyncEngine]],
+        engines: Callable[[], Iterable[PoolEngine]],
         fd_server: FdServer,
         images: ImageHolder,
         settings: SyncSettings,
@@ -234,14 +235,14 @@ class SyncCoordinator:
     def on_discarded(self, engine: str, incarnation: int) -> None:
         self._discarded[engine] = incarnation
 
-    def _choose_engines(self, version: int, plan: TransportPlan) -> list[SyncEngine]:
+    def _choose_engines(self, version: int, plan: TransportPlan) -> list[PoolEngine]:
         # Other engines may have become ready since the transport was chosen.
         chosen = [engine for engine in self._able_engines() if plan.can_reach(engine)]
         if version == self.version:
             chosen = [engine for engine in chosen if engine.lifecycle.version != version]
         return chosen
 
-    def _needs_checksums(self, version: int, engines: Sequence[SyncEngine]) -> bool:
+    def _needs_checksums(self, version: int, engines: Sequence[PoolEngine]) -> bool:
         num_earlier, full_every = self._num_earlier(version), self._settings.full_sync_every
         is_due = num_earlier % self._settings.verify_every == 0
         # Checksums of full syncs only, which both cadences may fall on, would verify no delta.
@@ -253,7 +254,7 @@ class SyncCoordinator:
     def _num_earlier(self, version: int) -> int:
         return self._num_versions - (version == self.version)
 
-    def _able_engines(self) -> list[SyncEngine]:
+    def _able_engines(self) -> list[PoolEngine]:
         able = (engine for engine in self._engines() if engine.lifecycle.state in _ABLE_STATES)
         return [e for e in able if self._discarded.get(e.name) != e.incarnation]
 

@@ -34,6 +34,7 @@ from umbra.runtime.cluster.job_nodes import (
     meet_nodes,
     next_epoch,
 )
+from umbra.runtime.cluster.run_requests import supervisor_ref
 from umbra.runtime.cluster.socket_dir import FD_SOCKET, is_in_use
 from umbra.runtime.errors import ConfigError, ConnectionLost, JobFailed, UmbraError
 from umbra.runtime.pools.pool_spec import PoolSpec
@@ -46,7 +47,6 @@ from umbra.runtime.rpc.sync_handle import LoopThread, Pool, SyncHandle
 from umbra.runtime.rpc.wire import ActorRef
 from umbra.runtime.session.launch import NodeLaunch, SessionConfig
 from umbra.runtime.settings import from_wire, to_wire
-from umbra.runtime.supervisor.supervisor_main import supervisor_ref
 from umbra.runtime.tracing.spans import recording
 from umbra.runtime.weights.sync_messages import Answer, SyncMessage, decode_answer, encode
 

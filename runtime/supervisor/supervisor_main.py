@@ -27,6 +27,7 @@ import zmq
 from umbra.runtime.actor.node_context import NodeSettings
 from umbra.runtime.cluster.environment import socket_root
 from umbra.runtime.cluster.guardian_process import GuardianProcess, start_guardian
+from umbra.runtime.cluster.run_requests import supervisor_ref
 from umbra.runtime.cluster.socket_dir import SocketDir
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.process.descendants import kill_all_descendants
@@ -39,7 +40,6 @@ from umbra.runtime.rpc.curve_keys import CurveKeys, holding_keys
 from umbra.runtime.rpc.loop_socket import endpoint_at
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.rpc.rpc_server import ActorServer
-from umbra.runtime.rpc.wire import ActorRef
 from umbra.runtime.supervisor.supervisor import Supervisor, SupervisorConfig
 from umbra.runtime.tracing.spans import recording
 
@@ -52,12 +52,6 @@ _NUM_FILES = 262_144
 """Files that a process may open if the hard limit allows it. A connection takes four, and the
 common soft limit, 1,024, ends at 250 connections. More: programs that close all possible files when
 they start, one by one, take seconds."""
-
-
-def supervisor_ref(node_id: str, socket_dir: Path) -> ActorRef:
-    """Where the supervisor of a socket directory listens: known before it runs."""
-    endpoint = f"ipc://{socket_dir / 'supervisor'}"
-    return ActorRef(name="supervisor", incarnation=1, node_id=node_id, ipc_endpoint=endpoint)
 
 
 def start_supervisor(

@@ -9,6 +9,7 @@ wall clocks are.
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import json
 from collections.abc import Iterable, Iterator
@@ -24,6 +25,9 @@ LEAD: Final = "rank-0"
 
 _ORDER: Final = ("rank-", "supervisor", "rollouts")
 """Processes as they are shown, by the beginning of their names; engines and workers follow."""
+
+
+_FORMATS: Final = (".json", ".json.gz")
 
 
 class TracedProcess(NamedTuple):
@@ -204,3 +208,23 @@ def _names(
     for (process, track), tid in tids.items():
         names = {"name": track or process.name}
         yield {"ph": "M", "name": "thread_name", "pid": pids[process], "tid": tid, "args": names}
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """The command `umbra trace`."""
+    run_dir, output = Path(arguments.run_dir), arguments.output
+    if output and not output.endswith(_FORMATS):
+        raise ConfigError(f"-o {output}: end the name with {' or '.join(_FORMATS)}")
+    try:
+        files = TraceFiles(run_dir)
+        events, name = files.events(), "all"
+        if arguments.steps:
+            first, last = arguments.steps
+            events = files.events(files.find_steps(first, last))
+            name = f"steps-{first}-{last}"
+        path = Path(output or run_dir / "trace" / f"{name}.json.gz")
+        write_trace(path, trace_json(events))
+    except OSError as error:
+        raise ConfigError(f"cannot write a timeline of {run_dir}: {error}") from error
+    print(f"{path}: open it at https://ui.perfetto.dev")
+    return 0

@@ -20,7 +20,7 @@ from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.cluster.environment import TorchrunEnvironment
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.pools.pool_spec import PoolSpec
-from umbra.runtime.rollout.accuracy_statistics import paired_interval, sign_flip_p
+from umbra.runtime.rollout.manager.evaluation import paired_interval, sign_flip_p
 from umbra.runtime.rollout.prompts import PromptSet
 from umbra.runtime.session.rollouts import Rollouts
 from umbra.runtime.session.session import Session

@@ -27,7 +27,7 @@ from umbra.runtime.errors import EngineError, UmbraError
 from umbra.runtime.rollout.dispatch.pool_load import EngineIdleness
 from umbra.runtime.rollout.dispatch.router import EngineId, Router
 from umbra.runtime.rollout.dispatch.token_store import Runs, TokenStore
-from umbra.runtime.rollout.dispatch.trajectory import Trajectory, TrajectoryState, Turn
+from umbra.runtime.rollout.dispatch.trajectory import Trajectory, Turn
 from umbra.runtime.text.stop_texts import StopTexts
 
 logger = logging.getLogger(__name__)
@@ -257,7 +257,6 @@ class Dispatcher:
         )
         trajectory.begin_attempt(self._store, turn.row)
         trajectory.last_engine = engine
-        trajectory.state = TrajectoryState.RUNNING
         if turn.group:
             turn.group.last_engine = engine
         self._carriers[engine].send(turn.request())

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -29,13 +28,6 @@ NOT_GENERATED: Final = -1  # in place of a version: the token was given, not sam
 _NO_TOKENS: Final = np.empty(0, np.int32)
 _NO_PARTS: Final[Mapping[str, float]] = MappingProxyType({})
 _NO_LOGPROBS: Final = np.empty(0, np.float32)
-
-
-class TrajectoryState(StrEnum):
-    PENDING = "pending"
-    RUNNING = "running"
-    PARTIAL = "partial"
-    FINISHED = "finished"
 
 
 class Trajectory:
@@ -61,6 +53,7 @@ class Trajectory:
         "_tokens",
         "budget",
         "finish_reason",
+        "is_finished",
         "is_recorded_running",
         "last_engine",
         "max_context_len",
@@ -72,7 +65,6 @@ class Trajectory:
         "reward_parts",
         "sample_id",
         "seed",
-        "state",
         "teacher_logprobs",
         "uid",
     )
@@ -100,17 +92,13 @@ class Trajectory:
     def reset(self) -> None:
         """Restores the bare prompt, for an agent loop that starts over."""
         assert self._store is None, f"{self.sample_id} is with an engine"
-        self.state = TrajectoryState.PENDING
+        self.is_finished = False
         self.finish_reason = ""
         self.prompt_tokens: NDArray[np.int32] = self.prompt.tokens  # [P]
         self._tokens: NDArray[np.int32] = _NO_TOKENS
         self._logprobs: NDArray[np.float32] = _NO_LOGPROBS
         self._segments: tuple[Segment, ...] = ()
         self._num_settled = 0  # generated tokens in `_tokens`
-
-    @property
-    def is_finished(self) -> bool:
-        return self.state == TrajectoryState.FINISHED
 
     def __len__(self) -> int:
         return len(self.prompt_tokens) + self.completion_len
@@ -234,7 +222,7 @@ class Trajectory:
         self._add(given, np.zeros(len(given), np.float32), [segment])
 
     def finish(self, reason: str) -> None:
-        self.state = TrajectoryState.FINISHED
+        self.is_finished = True
         self.finish_reason = reason
 
     def cut(self) -> None:
@@ -242,7 +230,6 @@ class Trajectory:
         self.num_interruptions += 1
         if self.num_generated:  # else nothing of it was computed, or its prompt alone
             self.num_refilled_tokens += len(self)
-        self.state = TrajectoryState.PARTIAL
 
     def segments(self) -> list[Segment]:
         if self._store is None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from umbra.runtime.errors import LedgerError
-from umbra.runtime.rollout.dispatch.trajectory import Group, Trajectory, TrajectoryState
+from umbra.runtime.rollout.dispatch.trajectory import Group, Trajectory
 from umbra.runtime.rollout.ledger.ledger_state import LedgerState
 from umbra.runtime.rollout.ledger.sample_accounts import GroupAccount, SampleAccount, SampleState
 
@@ -114,5 +114,3 @@ def _fill(sample: Trajectory, held: SampleAccount) -> None:
     if held.state in (SampleState.FINISHED, SampleState.SCORED, SampleState.LEASED):
         sample.finish(held.finish_reason)
         sample.reward, sample.reward_parts = held.reward, held.reward_parts
-    elif sample.completion_len:
-        sample.state = TrajectoryState.PARTIAL

@@ -15,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from chaos_plan import MAX_NEW_TOKENS, STOP_TOKEN, VOCAB_SIZE, ChaosPlan
 
-from umbra.engines.echo.echo_engine import EchoTokens, echo_logprobs
-from umbra.engines.echo.echo_weights import weights_fingerprint
+from umbra.engines.echo.echo_engine import EchoTokens, echo_logprobs, weights_fingerprint
 from umbra.runtime.rollout.manager.admission import PromptOrder, trajectory_seed
 
 Int32Array = npt.NDArray[np.int32]

@@ -75,7 +75,7 @@ def test_another_pipe_that_breaks_is_an_error_as_any(monkeypatch: pytest.MonkeyP
     def command(_: object) -> int:
         raise BrokenPipeError
 
-    monkeypatch.setattr("umbra.runtime.cli.stop_command.run", command)
+    monkeypatch.setattr("umbra.runtime.cli.job_commands.run", command)
 
     with pytest.raises(BrokenPipeError):
         run_main("stop", "run")

@@ -19,12 +19,12 @@ from pathlib import Path
 
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.node_context import NodeSettings
+from umbra.runtime.cluster.run_requests import supervisor_ref
 from umbra.runtime.process.prctl import become_subreaper
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.settings import to_wire
 from umbra.runtime.supervisor import rank_calls
 from umbra.runtime.supervisor.supervisor import Supervisor, SupervisorConfig
-from umbra.runtime.supervisor.supervisor_main import supervisor_ref
 
 _START_LIMIT_S = 60.0
 _END_LIMIT_S = 30.0

@@ -23,8 +23,8 @@ from watching import DEADLINE_S, all_end
 from umbra.runtime.cli.umbra_command import main as umbra
 from umbra.runtime.cluster.run_events import read_events
 from umbra.runtime.cluster.run_requests import RunNotice
+from umbra.runtime.reports.job_state import job_state
 from umbra.runtime.rpc.curve_keys import CurveKeys
-from umbra.runtime.supervisor.live_job import job_state
 from umbra.runtime.testing.factories import SessionFactory
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]

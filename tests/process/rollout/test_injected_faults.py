@@ -18,8 +18,7 @@ import pytest
 import torch
 from live_rollouts import VOCAB_SIZE, LiveRollouts, merged, while_generating
 
-from umbra.engines.echo.echo_engine import EchoTokens, echo_logprobs
-from umbra.engines.echo.echo_weights import weights_fingerprint
+from umbra.engines.echo.echo_engine import EchoTokens, echo_logprobs, weights_fingerprint
 from umbra.runtime.cluster.placement import PoolMode
 from umbra.runtime.rollout.manager.admission import PromptOrder, trajectory_seed
 from umbra.runtime.session.session import Session

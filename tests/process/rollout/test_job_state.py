@@ -18,9 +18,8 @@ from session_rank import SessionRank
 
 from umbra.runtime.cluster.run_events import read_events
 from umbra.runtime.errors import JobFailed, WeightSyncError
-from umbra.runtime.reports.job_state import JobState
+from umbra.runtime.reports.job_state import JobState, job_state
 from umbra.runtime.session.weight_publisher import WeightPublisher
-from umbra.runtime.supervisor.live_job import job_state
 from umbra.runtime.testing.factories import SessionFactory
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]

@@ -13,7 +13,7 @@ import pytest
 from live_rollouts import LiveRollouts
 
 from umbra.runtime.errors import ConfigError
-from umbra.runtime.supervisor.live_job import job_state
+from umbra.runtime.reports.job_state import job_state
 from umbra.runtime.testing.factories import SessionFactory
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]

@@ -18,6 +18,7 @@ import pytest
 import torch
 from actor_specs import PROGRAMS, actor
 
+from umbra.runtime.cluster.run_requests import supervisor_ref
 from umbra.runtime.errors import ActorNotFound, MailboxClosed
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rpc.rpc_client import Client
@@ -25,7 +26,6 @@ from umbra.runtime.rpc.wire import ActorRef
 from umbra.runtime.session.session import Session
 from umbra.runtime.session.weight_publisher import WeightPublisher
 from umbra.runtime.settings import to_wire
-from umbra.runtime.supervisor.supervisor_main import supervisor_ref
 from umbra.runtime.testing.factories import SessionFactory
 from umbra.runtime.weights.sync_messages import SyncAbort, SyncBegin, encode
 

@@ -13,13 +13,12 @@ from rank_processes import Ranks
 from watching import all_end, kill
 
 from umbra.runtime.actor.job_rules import STOP_WINDOW_S
-from umbra.runtime.cluster.run_requests import JobRequest, RunNotice
+from umbra.runtime.cluster.run_requests import JobRequest, RunNotice, supervisor_ref
 from umbra.runtime.errors import ActorNotFound, JobFailed
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.session.session import Session
 from umbra.runtime.settings import to_wire
 from umbra.runtime.supervisor.supervisor import Supervisor
-from umbra.runtime.supervisor.supervisor_main import supervisor_ref
 from umbra.runtime.testing.factories import SessionFactory
 
 pytestmark = pytest.mark.process

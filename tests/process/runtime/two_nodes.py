@@ -12,7 +12,7 @@ from joined_node import JoinedNode
 from pools_in_turn import RESTART, wait_until
 from torch import Tensor
 
-from umbra.engines.echo.echo_weights import weights_fingerprint
+from umbra.engines.echo.echo_engine import weights_fingerprint
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session.session import Session

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from umbra.runtime.cluster.run_requests import supervisor_ref
 from umbra.runtime.cluster.socket_dir import FD_SOCKET
 from umbra.runtime.rpc.rpc_client import Client, Handle
 from umbra.runtime.rpc.sync_handle import LoopThread
 from umbra.runtime.session.weight_publisher import WeightPublisher
-from umbra.runtime.supervisor.supervisor_main import supervisor_ref
 from umbra.runtime.weights.sync_messages import Answer, SyncMessage, decode_answer, encode
 
 SHAPES = {"uneven": (37, 300), "few_rows": (1, 7), "large": (2050, 515), "vector": (11,)}

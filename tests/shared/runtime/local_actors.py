@@ -14,11 +14,11 @@ from umbra.runtime.actor.node_context import NodeContext, NodeSettings
 from umbra.runtime.actor.supervised_actor import SupervisedActor
 from umbra.runtime.cluster.attached_ranks import AttachedRanks
 from umbra.runtime.cluster.job_links import JobLinks
+from umbra.runtime.cluster.run_requests import supervisor_ref
 from umbra.runtime.process import orphans
 from umbra.runtime.process.child_process import living_pids
 from umbra.runtime.process.descendants import child_pids
 from umbra.runtime.rpc.rpc_client import Client
-from umbra.runtime.supervisor.supervisor_main import supervisor_ref
 
 
 @contextmanager

@@ -18,8 +18,8 @@ from umbra.runtime.reports.job_state import (
     RankStatus,
     RolloutStatus,
     describe_phase,
+    run_interruptibly,
 )
-from umbra.runtime.supervisor.live_job import run_interruptibly
 
 ROW = {
     "rollout/reward_mean": 0.4314,

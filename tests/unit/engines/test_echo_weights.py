@@ -12,8 +12,13 @@ from engine_runs import Collector, collect, on_the_engines_loop, running, wire_r
 from local_sync import publish
 from torch import Tensor
 
-from umbra.engines.echo.echo_engine import Drawn, EchoEngine, EchoTokens, echo_logprobs
-from umbra.engines.echo.echo_weights import weights_fingerprint
+from umbra.engines.echo.echo_engine import (
+    Drawn,
+    EchoEngine,
+    EchoTokens,
+    echo_logprobs,
+    weights_fingerprint,
+)
 
 VOCAB_SIZE = 97
 LENGTH = 40

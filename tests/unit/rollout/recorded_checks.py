@@ -49,7 +49,7 @@ def check_sample(sample: Trajectory, held: SampleAccount) -> None:
             assert token == token_at(sample.seed, at), where
             assert sample.logprobs[at] == logprob_at(at, int(version)), where
     is_over = held.state in (SampleState.FINISHED, *_HAS_REWARD)
-    assert sample.is_finished == is_over, (where, sample.state)
+    assert sample.is_finished == is_over, where
     assert sample.is_recorded_running == (held.state is SampleState.RUNNING), where
     if is_over:
         assert sample.finish_reason == held.finish_reason, where

@@ -12,9 +12,15 @@ import pytest
 from numpy.typing import NDArray
 from rollout_samples import arrays, make_trajectory
 
-from umbra.runtime.rollout.accuracy_statistics import mean_interval, paired_interval, sign_flip_p
 from umbra.runtime.rollout.dispatch.trajectory import Group
-from umbra.runtime.rollout.manager.evaluation import evaluation_scores, pass_at_k, worst_and_best
+from umbra.runtime.rollout.manager.evaluation import (
+    evaluation_scores,
+    mean_interval,
+    paired_interval,
+    pass_at_k,
+    sign_flip_p,
+    worst_and_best,
+)
 from umbra.runtime.rollout.rollout_config import DispatchConfig, RolloutConfig
 
 

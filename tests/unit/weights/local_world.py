@@ -23,6 +23,7 @@ from umbra.engines.embedded.weight_receiver import WeightReceiver
 from umbra.runtime.engine_api.lifecycle import EngineLifecycle, EngineState, SleepLevel
 from umbra.runtime.engine_api.transports import TRANSPORTS
 from umbra.runtime.errors import EngineUnhealthy, UmbraError
+from umbra.runtime.pools.pool_engine import PoolEngine
 from umbra.runtime.pools.pool_spec import SyncSettings
 from umbra.runtime.pools.sync_coordinator import SyncCoordinator
 from umbra.runtime.rpc.sync_handle import LoopThread
@@ -236,7 +237,8 @@ async def coordinated(
         async with serve_fds(path) as server, asyncio.TaskGroup() as tasks:
             images = LocalImages(server)
             coordinator = SyncCoordinator(
-                *("pool", lambda: engines, server, images, settings), require_engine=require_engine
+                *("pool", lambda: cast("Sequence[PoolEngine]", engines), server, images, settings),
+                require_engine=require_engine,
             )
             running = tasks.create_task(coordinator.run())
             try:

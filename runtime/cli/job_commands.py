@@ -1,13 +1,16 @@
-"""`umbra stop` and `umbra preempt` end the job of a run directory in order. `umbra drain` takes one
-of its nodes out.
+"""Requests to the job of a run directory: `umbra stop` and `umbra preempt` end it in order, `umbra
+drain` takes one of its nodes out, and `umbra dump` shows what its processes are doing.
 
 The request goes to the supervisor's socket. If that is out of reach, on another node or in another
-container, the request is left in the run directory, where the supervisor looks once a second.
+container, the request is left in the run directory, where the supervisor looks once a second. A
+bundle of a supervisor that does not answer, and runs here, is made from outside of the processes.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,8 +32,12 @@ from umbra.runtime.errors import (
     MailboxClosed,
     UmbraError,
 )
+from umbra.runtime.process.descendants import process_stat
+from umbra.runtime.reports.hang_bundle import bundle_path, read_summary, write_bundle
+from umbra.runtime.reports.job_state import ask_supervisor, is_reachable, run_interruptibly
+from umbra.runtime.reports.process_report import report_processes
 from umbra.runtime.settings import to_wire
-from umbra.runtime.supervisor.live_job import ask_supervisor, is_reachable, run_interruptibly
+from umbra.runtime.terminal_text import escape_unprintable
 
 _END_LIMIT_S: Final = 120.0
 """Time after the grace time for the job to write results and end its processes. Longer delays
@@ -39,6 +46,8 @@ _CALL_LIMIT_S: Final = 10.0
 _TAKEN_WITHIN_S: Final = 120.0
 """Time until the supervisor sees a request file; network file systems may take a minute."""
 _LOOK_INTERVAL_S: Final = 0.25
+_BUNDLE_LIMIT_S: Final = 30.0
+"""Deadline of a bundle's file, which a network file system may show late."""
 NOT_SAVED_STATUS: Final = 3
 """Exit status of `umbra stop` and `umbra preempt` if the job's step in progress was cut."""
 
@@ -46,9 +55,7 @@ NOT_SAVED_STATUS: Final = 3
 def run(arguments: argparse.Namespace) -> int:
     """Returns 0 when the job has ended in order, or has taken the request to drain a node, and
     `NOT_SAVED_STATUS` when it has ended without the checkpoint that was asked for."""
-    run_dir = Path(arguments.run_dir)
-    if not run_dir.is_dir():
-        raise ConfigError(f"{run_dir} is not a directory: give a job's run.dir")
+    run_dir = _folder_of(arguments)
     try:
         if arguments.command == "drain":
             return _drain(run_dir, arguments.node)
@@ -59,13 +66,20 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"cannot use {run_dir}: {error}") from error
 
 
+def _folder_of(arguments: argparse.Namespace) -> Path:
+    run_dir = Path(arguments.run_dir)
+    if not run_dir.is_dir():
+        raise ConfigError(f"{run_dir} is not a directory: give a job's run.dir")
+    return run_dir
+
+
 def _end_job(run_dir: Path, kind: Literal["stop", "preempt"], grace_s: float) -> int:
-    notice, address = find_job(run_dir)
+    notice, address = _find_job(run_dir)
     num_earlier_events = len(read_events(run_dir))
     deadline = time.monotonic() + grace_s + _END_LIMIT_S
-    request_job(notice, address, JobRequest(job=address.job, kind=kind, grace_s=grace_s))
-    wait_until(
-        lambda: has_ended(notice, address) and not notice.is_locked,
+    _request_job(notice, address, JobRequest(job=address.job, kind=kind, grace_s=grace_s))
+    _wait_until(
+        lambda: _has_ended(notice, address) and not notice.is_locked,
         deadline,
         f"the job in {run_dir} ended",
     )
@@ -89,13 +103,13 @@ def _what_was_saved(run_dir: Path, events: Sequence[RunEvent]) -> tuple[str, boo
 
 
 def _drain(run_dir: Path, node: str) -> int:
-    notice, address = find_job(run_dir)
-    request_job(notice, address, JobRequest(job=address.job, kind="drain", node=node))
+    notice, address = _find_job(run_dir)
+    _request_job(notice, address, JobRequest(job=address.job, kind="drain", node=node))
     print(f"{run_dir}: node {node} is asked to leave")
     return 0
 
 
-def find_job(run_dir: Path) -> tuple[RunNotice, SupervisorAddress]:
+def _find_job(run_dir: Path) -> tuple[RunNotice, SupervisorAddress]:
     """Raises ActorNotFound if no job runs in the directory."""
     notice = RunNotice(run_dir)
     address = notice.address()
@@ -104,12 +118,12 @@ def find_job(run_dir: Path) -> tuple[RunNotice, SupervisorAddress]:
     return notice, address
 
 
-def request_job(notice: RunNotice, address: SupervisorAddress, request: JobRequest) -> None:
+def _request_job(notice: RunNotice, address: SupervisorAddress, request: JobRequest) -> None:
     """Returns when the job has taken the request, or has ended. Raises ActorNotFound if the request
     cannot be fulfilled, or the job was killed."""
-    if is_reachable(address) and run_interruptibly(call_supervisor(address, request)):
+    if is_reachable(address) and run_interruptibly(_call_supervisor(address, request)):
         return
-    if has_ended(notice, address):
+    if _has_ended(notice, address):
         return
     notice.leave_request(request)
     answer: JobAnswer | None = None
@@ -117,9 +131,9 @@ def request_job(notice: RunNotice, address: SupervisorAddress, request: JobReque
     def is_taken() -> bool:
         nonlocal answer
         answer = notice.take_answer(request)
-        return answer is not None or has_ended(notice, address)
+        return answer is not None or _has_ended(notice, address)
 
-    wait_until(
+    _wait_until(
         is_taken,
         time.monotonic() + _TAKEN_WITHIN_S,
         f"its supervisor on {address.node_id} took the request; was the job killed?",
@@ -128,7 +142,7 @@ def request_job(notice: RunNotice, address: SupervisorAddress, request: JobReque
         raise ActorNotFound(answer.refusal)
 
 
-def has_ended(notice: RunNotice, address: SupervisorAddress) -> bool:
+def _has_ended(notice: RunNotice, address: SupervisorAddress) -> bool:
     """Whether the job has ended in order. Raises ActorNotFound if it was killed."""
     current = notice.address()
     if current is None or current.job != address.job:
@@ -137,7 +151,7 @@ def has_ended(notice: RunNotice, address: SupervisorAddress) -> bool:
     return False
 
 
-async def call_supervisor(address: SupervisorAddress, request: JobRequest) -> bool:
+async def _call_supervisor(address: SupervisorAddress, request: JobRequest) -> bool:
     """False if the supervisor did not answer."""
     try:
         await ask_supervisor(address, "request", to_wire(request), timeout_s=_CALL_LIMIT_S)
@@ -146,8 +160,60 @@ async def call_supervisor(address: SupervisorAddress, request: JobRequest) -> bo
     return True
 
 
-def wait_until(look: Callable[[], bool], deadline: float, what: str) -> None:
+def _wait_until(look: Callable[[], bool], deadline: float, what: str) -> None:
     while not look():
         if time.monotonic() > deadline:
             raise DeadlineExceeded(f"not within the deadline: {what}")
         time.sleep(_LOOK_INTERVAL_S)
+
+
+def dump(arguments: argparse.Namespace) -> int:
+    run_dir = _folder_of(arguments)
+    try:
+        path = _make_bundle(run_dir)
+        summary = read_summary(path)
+    except OSError as error:
+        raise ConfigError(f"cannot use {run_dir}: {error}") from error
+    print(escape_unprintable(summary))
+    print(f"all of it, with stacks and logs: {path}")
+    return 0
+
+
+def _make_bundle(run_dir: Path) -> Path:
+    notice, address = _find_job(run_dir)
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    path = bundle_path(run_dir, name)
+    request = JobRequest(job=address.job, kind="dump", bundle=name)
+    if not is_reachable(address):
+        _request_job(notice, address, request)
+    elif not run_interruptibly(_call_supervisor(address, request)):
+        files = report_processes(_roots(address), run_dir / "logs")
+        write_bundle(path, "the supervisor does not answer", None, {"node-0": files})
+        return path
+    _wait_until(
+        lambda: path.exists() or _has_ended(notice, address),
+        time.monotonic() + _BUNDLE_LIMIT_S,
+        f"{path} was written",
+    )
+    if not path.exists():
+        raise ActorNotFound(f"the job in {run_dir} ended before {path} was written")
+    return path
+
+
+def _roots(address: SupervisorAddress) -> dict[str, int]:
+    """The supervisor, and the processes above it up to torchrun, whose other children are ranks."""
+    roots: dict[str, int] = {}
+    pid = address.pid
+    for name in ("supervisor", "guardian", "rank", "torchrun"):
+        stat = process_stat(pid)
+        if stat is None or (name == "torchrun" and not _is_torchrun(pid)):
+            break
+        roots[name], pid = pid, stat.parent_pid
+    return roots
+
+
+def _is_torchrun(pid: int) -> bool:
+    with contextlib.suppress(OSError):  # it has ended
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"torchrun" in command or b"torch.distributed.run" in command
+    return False
