@@ -1,4 +1,4 @@
-"""A loss that is NaN in the second step of a process."""
+"""Losses that are NaN in the second step of a process, or from there on."""
 
 from __future__ import annotations
 
@@ -13,10 +13,19 @@ _steps_begun = 0
 
 
 def nan_in_step_2(logprobs: Tensor, inputs: LossInputs, settings: TrainSection) -> LossOutput:
-    """Expects one micro-batch for each step. A leaf is a look at logprobs, not a step."""
+    return _nan_if(_count(logprobs) == 2, cispo_loss(logprobs, inputs, settings))
+
+
+def nan_from_step_2(logprobs: Tensor, inputs: LossInputs, settings: TrainSection) -> LossOutput:
+    return _nan_if(_count(logprobs) >= 2, cispo_loss(logprobs, inputs, settings))
+
+
+def _count(logprobs: Tensor) -> int:
+    """The step, if each has one micro-batch. A leaf is a look at logprobs, not a step."""
     global _steps_begun
     _steps_begun += not logprobs.is_leaf
-    output = cispo_loss(logprobs, inputs, settings)
-    if _steps_begun != 2:
-        return output
-    return LossOutput(output.loss * torch.nan, output.metrics)
+    return _steps_begun
+
+
+def _nan_if(is_nan: bool, output: LossOutput) -> LossOutput:
+    return LossOutput(output.loss * torch.nan, output.metrics) if is_nan else output

@@ -178,3 +178,18 @@ def test_the_samples_of_a_skipped_step_are_trained_once(folder: Path) -> None:
     assert {row.state for of_step in trained for row in of_step} == {SampleState.TRAINED}
     groups = {row.group.group_id for of_step in trained for row in of_step}
     assert len(groups) == 4 * GROUPS_PER_STEP
+
+
+def test_torchrun_restores_the_last_checkpoint_after_gradients_that_are_not_finite(
+    folder: Path,
+) -> None:
+    """Ranks that start do one step, skip one, and fail in the next."""
+    settings = ("train.loss=nan_loss:nan_from_step_2", "train.skip_nonfinite=1", "train.steps=9")
+    once_more = ("--standalone", "--max-restarts=1")
+
+    with start_run(folder, *settings, EVERY_STEP, num_ranks=1, torchrun=once_more) as run:
+        ended = run.wait()
+
+    assert ended.status != 0
+    assert ended.output.count("resuming after step ") == 1, ended.output
+    assert ended.output.count(" 1 before it were skipped (train.skip_nonfinite)") == 2, ended.output
