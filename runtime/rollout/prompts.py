@@ -1,15 +1,16 @@
 """Prompts of a data set, tokenized, in one file.
 
 A prompt file is a stream of msgpack maps {"id": str, "prompt": str, "tokens": bytes (int32,
-little endian), "row": map of the data set's columns}. It is written once and read by offset,
-so that a large data set costs address space, not memory.
+little endian), "row": map of the data set's columns}, and "teacher": list of parts like "tokens",
+if a teacher has prompts of its own. It is written once and read by offset, so that a large data
+set costs address space, not memory.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -36,6 +37,8 @@ class Prompt:
     text: str  # the text that was tokenized
     tokens: NDArray[np.int32]  # [P] int32
     row: dict[str, Any]  # the data set's columns, for the reward function and agent loops
+    # A teacher's prompt, if it has its own. Between two parts comes a successful completion.
+    teacher: Sequence[NDArray[np.int32]] = ()
 
     def to_score(self) -> dict[str, Any]:
         """Text and packed row. Each completion gets its own row, since a reward may change it."""
@@ -65,7 +68,7 @@ def write_prompts(path: str | os.PathLike[str], records: Iterable[Mapping[str, A
 
 
 def _encode(record: Mapping[str, Any]) -> bytes:
-    if set(record) != _FIELDS:
+    if set(record) - {"teacher"} != _FIELDS:
         raise DataError(f"a prompt record has {sorted(_FIELDS)}, not {sorted(record)}")
     if len(record["tokens"]) == 0:
         raise DataError(f"prompt {record['id']!r} is empty: give it at least one token")
@@ -135,8 +138,10 @@ class PromptSet:
         record: Mapping[str, Any] = msgpack.unpackb(self._data[start:stop], strict_map_key=False)
         if not isinstance(record, dict) or not record.keys() >= _FIELDS:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise DataError(f"{self.path}: record {idx} is not a prompt")
-        tokens = np.frombuffer(record["tokens"], "<i4").astype(np.int32)
-        return Prompt(record["id"], record["prompt"], tokens, record["row"])
+        teacher = [_tokens(part) for part in record.get("teacher", ())]
+        return Prompt(
+            record["id"], record["prompt"], _tokens(record["tokens"]), record["row"], teacher
+        )
 
     def find(self, prompt_id: str) -> Prompt | None:
         """Reads the file as far as needed, once."""
@@ -147,6 +152,10 @@ class PromptSet:
 
     def close(self) -> None:
         self._data.close()
+
+
+def _tokens(packed: bytes) -> NDArray[np.int32]:
+    return np.frombuffer(packed, "<i4").astype(np.int32)
 
 
 def _record_offsets(path: Path, data: mmap.mmap) -> NDArray[np.int64]:

@@ -184,8 +184,8 @@ class RolloutConfig(Settings):
         shuffle: False keeps the prompt file's order in every epoch.
         layout: of batches.
         overlong_buffer, overlong_penalty: see `[reward]`.
-        teacher: name of the teacher's `GeneratorService`; "" without a teacher.
-        teacher_timeout_s: deadline of one of its answers.
+        teacher: name of the teacher's `GeneratorService`; that of the pool if the policy is its own
+            teacher; "" without a teacher.
         reward_parts: names of the parts of rewards that advantages compare apart, in order; none
             for the rewards.
         ledger_path: folder of this manager's ledger; "" records nothing.
@@ -217,7 +217,6 @@ class RolloutConfig(Settings):
     overlong_buffer: Count = 0
     overlong_penalty: Annotated[float, Bounds(gt=0, le=1e6)] = 1.0
     teacher: str = ""
-    teacher_timeout_s: Seconds = 1800.0
     reward_parts: tuple[str, ...] = ()
     ledger_path: str = ""
     pools_timeout_s: Annotated[float, Bounds(ge=0)] = 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -142,6 +143,76 @@ def test_a_student_without_rewards_learns_from_the_trained_model_though_its_engi
     assert mean(divergences[-5:]) < mean(divergences[:3]) / 4
     assert accuracy_of("runs/quickstart-assets/model", folder) <= 0.4
     assert accuracy_of("run/export", folder) >= 0.8
+
+
+COPYING = """
+[run]
+dir = "copying"
+[model]
+path = "runs/quickstart-assets/model"
+dtype = "float32"
+[data]
+train = "copying.jsonl"
+[sft]
+batch_size = 64
+[train]
+device = "cpu"
+steps = 150
+learning_rate = 2e-3
+betas = [0.9, 0.95]
+schedule = "linear"
+"""
+SELF_TAUGHT = """
+[run]
+dir = "self-taught"
+[model]
+path = "copying/export"
+dtype = "float32"
+[data]
+train = "runs/quickstart-assets/train.jsonl"
+teacher_template = "known {successful_completion} {prompt}"
+[reward]
+function = "umbra.trainer.quickstart.quickstart_task:reward"
+[rollout]
+groups_per_step = 16
+group_size = 4
+max_new_tokens = 10
+[pool]
+engine = "embedded"
+max_context_len = 64
+tick_ms = 10.0
+[train]
+device = "cpu"
+steps = 12
+learning_rate = 5e-4
+betas = [0.9, 0.95]
+advantage = "none"
+teacher_kl_coef = 1.0
+"""
+
+
+@pytest.mark.slow
+def test_a_policy_teaches_itself_by_what_succeeded(folder: Path) -> None:
+    """It can copy an answer that it is shown. Without one, it mostly does not know."""
+    rng = random.Random(0)
+    with (folder / "copying.jsonl").open("w") as file:
+        for line in (folder / "runs/quickstart-assets/train.jsonl").read_text().splitlines():
+            prompt, answer = (row := json.loads(line))["prompt"], row["answer"]
+            if rng.random() < 0.6:
+                prompt = f"known {answer} {prompt}"
+            elif not prompt.startswith("all ") and rng.random() < 0.7:
+                answer = "?"
+            file.write(json.dumps({"prompt": prompt, "completion": answer}) + "\n")
+    (folder / "copying.toml").write_text(COPYING)
+    run_python("-m", "umbra.trainer.sft", "copying.toml", folder=folder, timeout_s=2 * LIMIT_S)
+    (folder / "config.toml").write_text(SELF_TAUGHT)
+
+    run_python("-m", "umbra.trainer", "config.toml", folder=folder, timeout_s=2 * LIMIT_S)
+
+    steps = read_metrics(folder / "self-taught/metrics.jsonl")
+    assert [row["step"] for row in steps if "train/teacher_kl" in row] == list(range(1, 13))
+    assert accuracy_of("copying/export", folder) <= 0.4
+    assert accuracy_of("self-taught/export", folder) >= 0.8
 
 
 def accuracy_of(model: str, folder: Path) -> float:

@@ -402,8 +402,25 @@ RULES: Final = (
     # the teacher
     Rule(
         "error",
-        "train.teacher_kl_coef > 0 and 'teacher' not in pools",
-        "there is no teacher: add a section [pools.teacher] with its model_path",
+        "train.teacher_kl_coef > 0 and 'teacher' not in pools and not data.teacher_template",
+        "there is no teacher: add a section [pools.teacher] with its model_path, or set "
+        "data.teacher_template to let the policy teach itself",
+    ),
+    *_unused(
+        "train.teacher_kl_coef == 0",
+        "set train.teacher_kl_coef above 0",
+        "data.teacher_template",
+    ),
+    Rule(
+        "error",
+        "data.teacher_template != '' and rollout.agent is not None",
+        "agent loops make prompts of their own: leave one of both out",
+    ),
+    Rule(
+        "error",
+        "'{successful_completion}' in data.teacher_template "
+        "and (rollout.group_size == 1 or not (reward.function or reward.functions))",
+        "rewards of other completions decide: set rollout.group_size above 1 and reward.function",
     ),
     Rule(
         "warning",

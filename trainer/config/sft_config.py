@@ -24,7 +24,7 @@ from umbra.trainer.config.trainer_config import (
 
 RL_ONLY: Final[Mapping[str, tuple[str, ...]]] = {
     "run": ("trace", "metrics_address"),
-    "data": ("continue_final_message", "id_column"),
+    "data": ("continue_final_message", "id_column", "teacher_template"),
     "train": (
         "mini_batches",
         "updates_per_batch",

@@ -60,6 +60,11 @@ def _check_algorithm(kind: str, spec: str, registered: Mapping[str, str]) -> Non
         raise ValueError(unknown_algorithm(kind, spec, registered))
 
 
+def template_columns(template: str) -> list[str]:
+    """The columns that a template of a prompt names. Raises ValueError if it is malformed."""
+    return [name for _, name, _, _ in Formatter().parse(template) if name is not None]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSection(Settings):
     """`[run]`: where results go.
@@ -213,6 +218,10 @@ class DataSection(Settings):
         template: Text made of a row's columns, such as "Question: {question} Answer:", which takes
             the place of `prompt_column`, or with format = "chat" of the one message of a user.
             Double braces are braces.
+        teacher_template: Text made of a row's columns, such as "{prompt} The answer is {answer}.",
+            that the teacher gets in place of a plain prompt or of the user's last message, which
+            are {prompt} (docs/algorithms.md). {successful_completion} is another completion of the
+            group with a reward from `reward.accuracy_threshold`.
         system_prompt: System message in front of each chat. A chat that has one already and a
             plain prompt are refused.
         continue_final_message: Whether a final message of the assistant in a chat is the beginning
@@ -235,6 +244,7 @@ class DataSection(Settings):
     prompt_column: str = "prompt"
     messages_column: str = "messages"
     template: str = ""
+    teacher_template: str = ""
     system_prompt: str = ""
     continue_final_message: bool = False
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -245,21 +255,23 @@ class DataSection(Settings):
 
     def __post_init__(self) -> None:
         Settings.__post_init__(self)
-        try:
-            odd = [name for name in self.template_columns if not name.isidentifier()]
-        except ValueError as error:
-            raise SettingError(
-                f"template {self.template!r} is malformed ({error}): write {{{{ and }}}} for braces"
-            ) from None
-        if odd:
-            raise SettingError(
-                f"template has {{{odd[0]}}}, which names no column: write {{column}} for each "
-                "column, and {{ and }} for braces"
-            )
-        if self.template and not self.template_columns:
-            raise SettingError(
-                "template names no column, so all prompts would be the same: write {column}"
-            )
+        for key in ("template", "teacher_template"):
+            template: str = getattr(self, key)
+            try:
+                columns = template_columns(template)
+            except ValueError as error:
+                raise SettingError(
+                    f"{key} {template!r} is malformed ({error}): write {{{{ and }}}} for braces"
+                ) from None
+            if odd := [name for name in columns if not name.isidentifier()]:
+                raise SettingError(
+                    f"{key} has {{{odd[0]}}}, which names no column: write {{column}} for each "
+                    "column, and {{ and }} for braces"
+                )
+            if template and not columns:
+                raise SettingError(
+                    f"{key} names no column, so all prompts would be the same: write {{column}}"
+                )
 
     @property
     def train_files(self) -> tuple[Path, ...]:
@@ -268,11 +280,6 @@ class DataSection(Settings):
     @property
     def eval_files(self) -> tuple[Path, ...]:
         return files_of(self.eval)
-
-    @property
-    def template_columns(self) -> list[str]:
-        """The columns that `template` names. Raises ValueError if it is malformed."""
-        return [name for _, name, _, _ in Formatter().parse(self.template) if name is not None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -399,13 +406,9 @@ class TrainSection(Settings):
         max_tokens_per_micro_batch: Largest number of tokens of a micro-batch; there are as many as
             this needs. 0 is 2048 on the CPU, whose caches hold about that, and 16384 on a GPU.
         updates_per_batch: Passes over a batch, with an optimizer step for each of `mini_batches`.
-        loss: Formulas and choice: docs/algorithms.md. "clipped" is PPO's. "decoupled" is for tokens
-            that older weights generated. "gspo" clips the ratio of a whole sample; use it with
-            loss_aggregation = "sequence" and clip_eps_low and clip_eps_high below 0.001. "cispo"
-            clips the ratio as a weight, and every token keeps its gradient. "sapo" has a smooth
-            gate instead of the clip. "dppo" leaves out tokens whose probability has changed by more
-            than `clip_eps_low` or `clip_eps_high`; 0.2 is usual. "module:function" is a
-            `PolicyLoss` of your own (docs/add-an-algorithm.md).
+        loss: "clipped", "decoupled", "gspo", "cispo", "sapo" or "dppo", whose formulas and choice
+            are in docs/algorithms.md, or "module:function", a `PolicyLoss` of your own
+            (docs/add-an-algorithm.md).
         clip_eps_low: The ratio is clipped to at least 1 - this; 1 is no lower bound. Larger values
             allow larger updates.
         clip_eps_high: The ratio is clipped to at most 1 + this. Larger values allow larger updates.
@@ -420,12 +423,9 @@ class TrainSection(Settings):
         importance_above_cap: What happens to importance weights above the cap: "truncate" sets them
             to the cap, "mask" leaves their tokens out.
         importance_floor: Tokens with importance weights below it are left out. 0 leaves none out.
-        advantage: Formulas and choice: docs/algorithms.md. "grpo" subtracts the mean reward of a
-            group and divides by the standard deviation; "dr_grpo" does not divide. "rloo" subtracts
-            the mean of the group's other rewards. "maxrl" divides by the mean. "reinforce" is the
-            reward itself. "gdpo" is "grpo" of each of `reward.functions` apart, added up by
-            `reward.weights`. "none" is 0, for training by a teacher alone: rewards are only logged.
-            "module:function" is an `AdvantageEstimator` of your own, found like `loss`.
+        advantage: "grpo", "dr_grpo", "rloo", "maxrl", "reinforce", "gdpo" or, for a teacher alone,
+            "none", whose formulas and choice are in docs/algorithms.md, or "module:function", an
+            `AdvantageEstimator` of your own.
         advantage_norm: "batch" subtracts the mean of all advantages of a batch and divides by their
             standard deviation; "none" leaves them as they are.
         loss_aggregation: How losses of tokens become one: "token" is their mean over the batch,
@@ -441,9 +441,9 @@ class TrainSection(Settings):
         reference_every: Steps after which the current policy becomes the reference model of the KL
             term. 0 keeps the starting model.
         kl_estimator: Estimator of the KL term in the loss (docs/algorithms.md).
-        teacher_kl_coef: Weight of on-policy distillation from `[pools.teacher]`: of a token's
-            advantage, as many times the log-ratio of policy and teacher are subtracted, after
-            `advantage_norm`. Larger values let rewards count less; 1 is usual. 0: no teacher.
+        teacher_kl_coef: Weight of on-policy distillation (docs/algorithms.md) from
+            `[pools.teacher]`, or from the policy by `data.teacher_template`. Larger values let
+            rewards count less; 1 is usual. 0: no teacher.
         max_logprob_difference: Largest mean difference, in nats, between the logprobs of engines
             and trainer for the same tokens and weights. Beyond it, the first step that can be
             compared ends the run (docs/engines.md). 0 is the bound of `model.dtype`: 0.01 in

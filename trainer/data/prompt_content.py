@@ -7,10 +7,12 @@ from typing import Any, Final, cast
 
 from umbra.runtime.errors import DataError
 from umbra.runtime.text.messages import are_messages, normal_messages
-from umbra.trainer.config.trainer_config import DataSection
+from umbra.trainer.config.trainer_config import DataSection, template_columns
 
 _PROMPT: Final = "data.prompt_column"
 _MESSAGES: Final = "data.messages_column"
+SUCCESSFUL: Final = "\ue000successful completion\ue000"
+"""Stands for {successful_completion} in a teacher's prompt; characters that no text has."""
 _MEDIA_COLUMNS: Final = ("image", "images", "video", "videos", "audio", "audios")
 
 
@@ -19,7 +21,11 @@ def prompt_content(
 ) -> str | list[dict[str, Any]]:
     """A row's prompt: text, or the messages of a chat in their normal form. Raises DataError, with
     `where`, cause and remedy, if there is none or it is not clear."""
-    found = _filled(data, where, row) if data.template else _given(data, where, row)
+    if data.template:
+        found = _filled("template", data.template, where, row)
+        found = [{"role": "user", "content": found}] if data.format == "chat" else found
+    else:
+        found = _given(data, where, row)
     if isinstance(found, str):
         if data.system_prompt:
             raise DataError(
@@ -34,6 +40,26 @@ def prompt_content(
         )
     except DataError as error:
         raise DataError(f"{where}: {error}") from None
+
+
+def teacher_content(
+    data: DataSection, where: str, row: Mapping[str, Any], content: str | list[dict[str, Any]]
+) -> str | list[dict[str, Any]]:
+    """What `data.teacher_template` makes of a row's prompt, its `content`."""
+
+    def privileged(prompt: str) -> str:
+        given = {**row, "prompt": prompt, "successful_completion": SUCCESSFUL}
+        return _filled("teacher_template", data.teacher_template, where, given)
+
+    if isinstance(content, str):
+        return privileged(content)
+    asked = [message for message in content if message["role"] == "user"][-1:]
+    if not asked:
+        raise DataError(
+            f"{where}: data.teacher_template needs a message of a user, and the chat has none"
+        )
+    changed = {**asked[0], "content": privileged(asked[0]["content"])}
+    return [changed if message is asked[0] else message for message in content]
 
 
 def no_column(
@@ -118,21 +144,20 @@ def _with_system_prompt(data: DataSection, messages: list[Any]) -> list[Any]:
     return [{"role": "system", "content": data.system_prompt}, *messages]
 
 
-def _filled(data: DataSection, where: str, row: Mapping[str, Any]) -> str | list[Any]:
-    columns = data.template_columns
+def _filled(key: str, template: str, where: str, row: Mapping[str, Any]) -> str:
+    columns = template_columns(template)
     for name in columns:
         if name not in row:
-            raise no_column(name, where, row, "data.template")
+            raise no_column(name, where, row, f"data.{key}")
         if not isinstance(row[name], str | int | float):
             kind = type(row[name]).__name__
             raise DataError(
-                f"{where}: column {name!r} of data.template holds a {kind}, not text or a number"
+                f"{where}: column {name!r} of data.{key} holds a {kind}, not text or a number"
             )
     try:
-        text = data.template.format(**{name: row[name] for name in columns})
+        return template.format(**{name: row[name] for name in columns})
     except (ValueError, KeyError) as error:  # a format such as {price:.2f}, and a text as the price
         raise DataError(
-            f"{where}: data.template {data.template!r} cannot be filled ({error}): its formats do "
-            "not fit the columns"
+            f"{where}: data.{key} {template!r} cannot be filled ({error}): its formats do not fit "
+            "the columns"
         ) from None
-    return [{"role": "user", "content": text}] if data.format == "chat" else text

@@ -18,7 +18,12 @@ from umbra.runtime.text.model_tokenizer import ModelTokenizer
 from umbra.trainer.config.trainer_config import DataSection
 from umbra.trainer.data.data_rows import check_data_file, read_rows
 from umbra.trainer.data.kept_prompts import KeptPrompts
-from umbra.trainer.data.prompt_content import no_column, prompt_content
+from umbra.trainer.data.prompt_content import (
+    SUCCESSFUL,
+    no_column,
+    prompt_content,
+    teacher_content,
+)
 from umbra.trainer.world.run_files import writing
 
 logger = logging.getLogger(__name__)
@@ -39,6 +44,12 @@ class PromptBudget:
     @property
     def max_prompt_len(self) -> int:
         return self.max_context_len - self.max_new_tokens
+
+    def teacher_excess(self, parts: Sequence[Sequence[int]]) -> int:
+        """By how many tokens a teacher's prompt is too long for a completion behind it, another one
+        between two parts, and the token that vLLM and SGLang generate after all."""
+        num_tokens = sum(map(len, parts)) + len(parts) * self.max_new_tokens + 1
+        return num_tokens - self.max_context_len
 
     def for_eval(self) -> PromptBudget:
         if self.eval_max_new_tokens is None:
@@ -84,7 +95,9 @@ def check_prompts(data: DataSection, path: Path, key: str) -> None:
     first = next(read_rows(path), None)
     if first is None:
         raise _empty([path], "it has no rows")
-    prompt_content(data, *first)
+    content = prompt_content(data, *first)
+    if data.teacher_template and key == "data.train":
+        teacher_content(data, *first, content)
     _prompt_id(data, *first, idx=0)
 
 
@@ -108,7 +121,8 @@ def prepare_prompts(
     """
     train_path, train = folder / "prompts.msgpack", f"data.train: {_names(data.train_files)}"
     repeated = RepeatedPrompts()
-    prompts = repeated.pass_train(_read_prompts(data, data.train_files, tokenizer, budget))
+    prompts = _read_prompts(data, data.train_files, tokenizer, budget, for_training=True)
+    prompts = repeated.pass_train(prompts)
     if kept is not None:
         prompts = kept.unchanged(prompts, train_path.name, train)
     num_train = _write(train_path, prompts, on_prompt)
@@ -188,16 +202,34 @@ def _take(prompts: Iterator[dict[str, Any]], limit: int) -> Iterator[dict[str, A
 
 
 def _read_prompts(
-    data: DataSection, paths: Sequence[Path], tokenizer: ModelTokenizer, budget: PromptBudget
+    data: DataSection,
+    paths: Sequence[Path],
+    tokenizer: ModelTokenizer,
+    budget: PromptBudget,
+    *,
+    for_training: bool = False,
 ) -> Iterator[dict[str, Any]]:
     num_rows = num_dropped = 0
     names: set[str] = set()
     rows = chain.from_iterable(read_rows(path) for path in paths)
     for num_rows, (where, row) in enumerate(rows, 1):
-        text, tokens = _tokenize(data, tokenizer, where, row)
+        content = prompt_content(data, where, row)
+        text, (tokens,) = _tokenize(data, tokenizer, where, content)
+        problem, teacher = "", list[list[int]]()
         if len(tokens) > budget.max_prompt_len:
+            problem = _overlong_message(where, len(tokens), budget)
+        elif for_training and data.teacher_template:
+            privileged = teacher_content(data, where, row, content)
+            teacher = _tokenize(data, tokenizer, where, privileged)[1]
+            if (excess := budget.teacher_excess(teacher)) > 0:
+                problem = (
+                    f"{where}: the prompt of data.teacher_template and what follows it are "
+                    f"{excess} tokens longer than the context of {budget.max_context_len}: raise "
+                    f"pool.max_context_len, lower {budget.setting}, or set data.overlong = 'drop'"
+                )
+        if problem:
             if data.overlong == "error":
-                raise DataError(_overlong_message(where, len(tokens), budget))
+                raise DataError(problem)
             num_dropped += 1
             continue
         name = _prompt_id(data, where, row, num_rows - 1)
@@ -205,14 +237,18 @@ def _read_prompts(
             raise DataError(f"{where}: prompt id {name!r} occurs twice; ids are unique")
         if data.id_column is not None:
             names.add(name)
-        packed = np.asarray(tokens, "<i4").tobytes()
-        yield {"id": name, "prompt": text, "tokens": packed, "row": row}
+        prompt = {"id": name, "prompt": text, "tokens": _packed(tokens), "row": row}
+        yield prompt | {"teacher": [_packed(part) for part in teacher]} if teacher else prompt
     if num_dropped:
         files = _names(paths)
         logger.warning("%s: dropped %d of %d prompts: too long", files, num_dropped, num_rows)
     if num_rows == num_dropped:
         cause = "all of its prompts are too long" if num_rows else "it has no rows"
         raise _empty(paths, cause)
+
+
+def _packed(tokens: Sequence[int]) -> bytes:
+    return np.asarray(tokens, "<i4").tobytes()
 
 
 def _names(paths: Sequence[Path]) -> str:
@@ -224,11 +260,11 @@ def _empty(paths: Sequence[Path], cause: str) -> DataError:
 
 
 def _tokenize(
-    data: DataSection, tokenizer: ModelTokenizer, where: str, row: Mapping[str, Any]
-) -> tuple[str, list[int]]:
-    content = prompt_content(data, where, row)
+    data: DataSection, tokenizer: ModelTokenizer, where: str, content: str | list[dict[str, Any]]
+) -> tuple[str, list[list[int]]]:
+    """The text, and its tokens before and after a successful completion, or all of them."""
     if isinstance(content, str):
-        text, tokens = content, tokenizer.encode_prompt(content)
+        text = content
     else:
         try:
             text = tokenizer.render_chat(
@@ -238,10 +274,12 @@ def _tokenize(
             )
         except DataError as error:
             raise DataError(f"{where}: {error}") from error
-        tokens = tokenizer.encode(text)
-    if not tokens:
+    first, *others = text.split(SUCCESSFUL)
+    encode = tokenizer.encode_prompt if isinstance(content, str) else tokenizer.encode
+    parts = [encode(first), *map(tokenizer.encode, others)]
+    if not parts[0]:
         raise DataError(f"{where}: the prompt is empty: {text!r}")
-    return text, tokens
+    return text, parts
 
 
 def _prompt_id(data: DataSection, where: str, row: Mapping[str, Any], idx: int) -> str:

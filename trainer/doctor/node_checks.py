@@ -158,7 +158,7 @@ class NodeChecks:
         yield from self._versions()
         yield self._verdict("model", self._model, after=self._hub("model", "pools"))
         yield self._verdict("context", self._context, after="model")
-        if self._config.train.teacher_kl_coef:
+        if self._config.train.teacher_kl_coef and TEACHER in self._config.pools:
             yield self._verdict("teacher", self._teacher, after="model")
         yield self._verdict("data", self._data, after=self._hub("data", "eval"))
         yield self._verdict("prompts", self._prompts, after=("model", "context", "data"))

@@ -279,10 +279,7 @@ def manager_spec(
     """The rollout manager. `stop_token_ids` are the model's and the config's; rollout workers are
     on `num_nodes` nodes; `folder` is that of `save_tokenizers`."""
     train = config.train
-    teacher: dict[str, Any] = {}
-    if train.teacher_kl_coef:
-        teacher["teacher"] = generator_name(TEACHER)
-        teacher["teacher_timeout_s"] = config.pools[TEACHER].request_timeout_s
+    teacher = generator_name(TEACHER) if TEACHER in config.pools else POOL
     manager = RolloutConfig(
         settings=replace(config.rollout, stop_token_ids=tuple(stop_token_ids)),
         dispatch=DispatchConfig(
@@ -310,7 +307,7 @@ def manager_spec(
         overlong_buffer=config.reward.overlong_buffer,
         overlong_penalty=config.reward.overlong_penalty,
         reward_parts=tuple(config.compared_parts),
-        **teacher,
+        teacher=teacher if train.teacher_kl_coef else "",
         ledger_path=str(ledger_folder(config.run.dir.absolute(), MANAGER)),
         # The longest that ranks wait for a batch, and so for anything that it needs.
         pools_timeout_s=config.rollout.timeout_s if config.pools else 0.0,

@@ -124,8 +124,9 @@ def _check_embedded(section: str, pool: EnginePoolSettings, model: Mapping[str, 
 
 def check_teacher(config: TrainerConfig) -> None:
     """Raises ConfigError if the teacher has no logprob for something that the policy may generate:
-    a token that means another text to it, or a completion longer than its context."""
-    if not config.train.teacher_kl_coef:
+    a token that means another text to it, or a completion longer than its context. The policy
+    itself has all."""
+    if not config.train.teacher_kl_coef or TEACHER not in config.pools:
         return
     pool, section = config.pools[TEACHER], f"pools.{TEACHER}"
     own, other = vocabulary(config.model.path), auxiliary_vocabulary(TEACHER, pool)

@@ -138,6 +138,8 @@ class Dispatcher:
             turn.on_end(turn, outcome)
             return
         self._waiting[turn] = None
+        if turn.forced is not None:  # it is short, and a whole group waits for it
+            self._waiting.move_to_end(turn, last=False)
         self.pump()
 
     def cancel(self, turns: Iterable[Turn]) -> None:
@@ -366,7 +368,7 @@ class Dispatcher:
 
     def _num_until_stop(self, turn: Turn, tokens: NDArray[np.int32]) -> int:
         """The number of new tokens up to the end of a stop text; 0 if none ends among them."""
-        if self.stop_texts is None:
+        if self.stop_texts is None or turn.forced is not None:
             return 0
         return self.stop_texts.num_until_stop(turn.trajectory.tokens[turn.start :], tokens)
 
@@ -438,6 +440,8 @@ class Dispatcher:
         self._store.close(turn.request_id, turn.row)
         self._router.release(engine, turn.charged - num_tokens)
         turn.engine = None
+        if turn.forced is not None:
+            self.num_generated -= num_tokens
         turn.has_grown = num_tokens > 0
         if turn.has_grown:
             turn.num_errors = 0

@@ -33,7 +33,7 @@ from umbra.runtime.rollout.manager.batch_rendezvous import BatchRendezvous
 from umbra.runtime.rollout.manager.group_recovery import Recovered, recover_groups
 from umbra.runtime.rollout.manager.group_runner import GroupRunner
 from umbra.runtime.rollout.manager.rank_rendezvous import CollectiveCall
-from umbra.runtime.rollout.manager.teacher import Teacher
+from umbra.runtime.rollout.manager.teacher import PolicyScorer, PoolScorer, Teacher
 from umbra.runtime.rollout.manager.training_flow import TrainingFlow
 from umbra.runtime.rollout.rollout_config import RolloutConfig
 from umbra.runtime.settings import from_wire
@@ -69,7 +69,10 @@ class RolloutManager:
         self._fleet = Fleet(dispatch, context, dispatcher, self._messages.put)
         self._teacher = None
         if rollout.teacher:
-            self._teacher = Teacher(rollout.teacher, rollout.teacher_timeout_s, context, self._fail)
+            scorer = PoolScorer(rollout.teacher, context, settings.timeout_s)
+            if rollout.teacher == dispatch.pool:
+                scorer = PolicyScorer(dispatcher, dispatch.max_context_len)
+            self._teacher = Teacher(scorer, self._fail)
         self._runner = GroupRunner(
             rollout, dispatcher, self._sessions, self._workers, recorder, context.name,
             self._teacher,

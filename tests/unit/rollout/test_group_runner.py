@@ -51,6 +51,7 @@ class Neighbours(Workers):
         self.turns: list[Turn] = []
         self.scored: list[Group] = []
         self.questions: dict[str, Callable[[Any], None]] = {}  # of the teacher, by sample
+        self.asked_with: dict[str, list[int]] = {}  # their prompts
         self.withdrawn: list[str] = []  # of them
 
     def submit(self, turn: Turn) -> None:
@@ -59,8 +60,9 @@ class Neighbours(Workers):
     def on_scored(self, group: Group) -> None:
         self.scored.append(group)
 
-    def ask(self, sample: Trajectory, on_answer: Callable[[Any], None]) -> None:
+    def ask(self, sample: Trajectory, prompt: Any, on_answer: Callable[[Any], None]) -> None:
         self.questions[sample.sample_id] = on_answer
+        self.asked_with[sample.sample_id] = prompt.tolist()
 
     def withdraw(self, samples: Sequence[Trajectory]) -> None:
         self.withdrawn += [sample.sample_id for sample in samples]
@@ -231,6 +233,38 @@ def test_a_group_is_delivered_with_its_rewards_and_all_of_its_teacher_s_answers(
     assert neighbours.scored == [group]
     assert runner.num_at_teacher() == 0
     assert [sample.teacher_logprobs for sample in samples] == [[-1.0], [-3.0], [-2.0]]
+
+
+def test_a_teacher_that_sees_a_success_is_asked_when_rewards_are_known() -> None:
+    parts = [np.asarray(part, np.int32) for part in ([8], [9, 9])]
+    prompt = Prompt("p", "a question", np.ones(2, np.int32), {}, parts)
+    samples = [finished(prompt, k, num_tokens=2) for k in range(3)]
+    samples[1].finish_reason = "length"  # it has no end token
+    group, neighbours = Group("g", samples, 0), Neighbours()
+    start(group, neighbours, has_teacher=True)
+    assert not neighbours.questions
+
+    neighbours.queue[0].on_result({"rewards": [0.0, 1.0, 0.5], "parts": {}})
+
+    assert neighbours.asked_with == {"p/0": [8, 1, 1, 9, 9], "p/2": [8, 1, 1, 9, 9]}
+    neighbours.questions["p/0"](np.asarray([-1.0, -2.0], np.float32))
+    assert not neighbours.scored
+    neighbours.questions["p/2"](np.asarray([-3.0, -4.0], np.float32))
+    assert neighbours.scored == [group]
+    told = [sample.teacher_logprobs for sample in samples]
+    assert [found.tolist() for found in told if found is not None] == [[-1, -2], [0, 0], [-3, -4]]
+
+
+def test_a_teacher_without_a_success_to_see_agrees_with_the_policy() -> None:
+    prompt = Prompt("p", "a question", np.ones(2, np.int32), {}, [np.ones(1, np.int32)] * 2)
+    samples = [finished(prompt, k) for k in range(2)]
+    group, neighbours = Group("g", samples, 0), Neighbours()
+    start(group, neighbours, has_teacher=True)
+
+    neighbours.queue[0].on_result({"rewards": [0.9, 0.0], "parts": {}})
+
+    assert (neighbours.questions, neighbours.scored) == ({}, [group])
+    assert [sample.teacher_logprobs for sample in samples] == [[0.0], [0.0]]
 
 
 def test_a_late_answer_of_the_teacher_changes_nothing_in_a_group_that_was_given_up() -> None:

@@ -184,6 +184,57 @@ def test_all_ways_in_render_a_chat_alike(tmp_path: Path) -> None:
         tokenizer.encode_chat(odd)
 
 
+def teacher_texts(
+    folder: Path, rows: Sequence[dict[str, Any]], template: str, **settings: Any
+) -> list[list[str]]:
+    """The parts of the prompts of `data.teacher_template`."""
+    tokenizer = ModelTokenizer.open(write_model_folder(folder / "model"))
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = prepare(path, tokenizer, teacher_template=template, **settings)
+    prompts = PromptSet.open(files.train_path)
+    found = [prompts[idx].teacher for idx in range(len(prompts))]
+    prompts.close()
+    return [[tokenizer.decode_all(part.tolist()) for part in parts] for parts in found]
+
+
+def test_a_teacher_s_prompt_has_the_row_s_columns_in_place_of_the_plain_prompt(
+    tmp_path: Path,
+) -> None:
+    rows = [{"prompt": "2+2=", "answer": 4}, {"prompt": "{1}", "answer": "{b}"}]
+
+    found = teacher_texts(tmp_path, rows, "{answer}. {prompt}")
+
+    assert found == [["4. 2+2="], ["{b}. {1}"]]
+
+
+def test_a_teacher_s_chat_has_them_in_the_last_message_of_the_user(tmp_path: Path) -> None:
+    rows = [{"messages": [SYSTEM, ASK, ANSWER, {"role": "user", "content": "3+3?"}], "hint": "6"}]
+
+    (parts,) = teacher_texts(tmp_path, rows, "{prompt} {hint} {successful_completion}!")
+
+    told = [SYSTEM, ASK, ANSWER, {"role": "user", "content": "3+3? 6 ~!"}]
+    whole = ModelTokenizer.open(tmp_path / "model").render_chat(told, {})
+    assert parts == whole.split("~")
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "said"),
+    [
+        ({"prompt": "a"}, "{prompt} {hint}", "no column 'hint'; .* set data.teacher_template"),
+        ({"prompt": "a", "hint": []}, "{hint}", "column 'hint' of data.teacher_template holds a l"),
+        ({"messages": [SYSTEM]}, "{prompt}", "data.teacher_template needs a message of a user"),
+        ({"prompt": "a" * 490}, "{prompt}{prompt}", "what follows it are 477 tokens longer than"),
+        ({"prompt": "a" * 496}, "{prompt}{successful_completion}", "are 1 tokens longer than"),
+    ],
+)
+def test_a_teacher_s_prompt_that_cannot_be_made_is_refused(
+    tmp_path: Path, row: dict[str, Any], template: str, said: str
+) -> None:
+    with pytest.raises(DataError, match=rf"line 1: .*{said}"):
+        teacher_texts(tmp_path, [row], template)
+
+
 def prepare(path: Path, tokenizer: ModelTokenizer, **settings: Any) -> PromptFiles:
     return prepare_prompts(
         DataSection(train=path, **settings),

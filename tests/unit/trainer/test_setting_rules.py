@@ -42,7 +42,8 @@ train.mini_batches=3 -> rollout.groups_per_step train.mini_batches
 train.advantage=gdpo -> train.advantage reward.functions reward.overlong_buffer
 train.loss=gspo train.kl_in_reward=true -> train.loss train.kl_in_reward
 train.dual_clip=0.9 -> train.dual_clip
-train.teacher_kl_coef=1 -> train.teacher_kl_coef
+train.teacher_kl_coef=1 -> train.teacher_kl_coef data.teacher_template
+data.teacher_template={prompt} rollout.agent=loops:run -> data.teacher_template rollout.agent
 train.advantage=none -> train.advantage train.teacher_kl_coef
 model.lora.rank=513 pool.engine=vllm -> model.lora.rank pool.engine
 model.lora.rank=1 pool.engine=echo -> model.lora.rank pool.engine
@@ -94,6 +95,7 @@ pool.engine=vllm pool.staged_updates=true pool.transport=cuda_ipc \
 -> model.lora.rank pool.staged_updates
 model.lora.rslora=true -> model.lora.rslora model.lora.rank
 train.reference_every=9 -> train.reference_every train.kl_coef
+data.teacher_template={prompt} -> data.teacher_template train.teacher_kl_coef
 train.kl_estimator=k2 -> train.kl_estimator train.kl_coef
 pools.teacher.model_path=models/large -> train.teacher_kl_coef
 train.teacher_kl_coef=1 \
@@ -149,6 +151,7 @@ MEANT = [
     "eval.samples=4 eval.temperature=1.0 eval.sets.easy=easy.jsonl",
     "data.eval=eval.jsonl data.eval_limit=9 train.eval_every=5",
     "train.teacher_kl_coef=0.1 pools.teacher.model_path=models/large",
+    "train.teacher_kl_coef=0.1 data.teacher_template={prompt}{successful_completion}",
     "train.advantage=none train.teacher_kl_coef=1 pools.teacher.model_path=models/large "
     "reward.function= rollout.group_size=1",
 ]
@@ -159,6 +162,8 @@ train.advantage=none rollout.drop_zero_variance_groups=true \
 -> train.advantage rollout.drop_zero_variance_groups
 rollout.temperature=0.8 -> train.teacher_kl_coef rollout.temperature rollout.top_p rollout.top_k
 train.loss=gspo -> train.loss train.teacher_kl_coef
+train.advantage=none rollout.group_size=1 data.teacher_template={successful_completion} \
+-> data.teacher_template rollout.group_size reward.function reward.functions
 train.advantage=none reward.function= data.eval=eval.jsonl \
 -> reward.function reward.functions data.eval eval.sets
 """)
@@ -210,7 +215,7 @@ def test_a_message_has_the_values_and_no_teacher_is_named_as_the_remedy() -> Non
     said = r"train\.loss = 'clipped' and train\.loss_args = \{'tau': 2\}: "
     with pytest.raises(ConfigError, match=said):
         config_with("train.loss_args.tau=2")
-    said = r"train\.teacher_kl_coef = 1\.0: there is no teacher: add a section "
+    said = r"train\.teacher_kl_coef = 1\.0 and .* = '': there is no teacher: add a section "
     with pytest.raises(ConfigError, match=said):
         config_with("train.teacher_kl_coef=1")
 
