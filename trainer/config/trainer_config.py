@@ -404,7 +404,8 @@ class TrainSection(Settings):
         micro_batches: Micro-batches per rank and mini-batch, of about equal cost. More take less
             memory and are slower. 0 goes by `max_tokens_per_micro_batch`.
         max_tokens_per_micro_batch: Largest number of tokens of a micro-batch; there are as many as
-            this needs. 0 is 2048 on the CPU, whose caches hold about that, and 16384 on a GPU.
+            this needs. 0 is 2048 on the CPU, whose caches hold about that, and on a GPU 32768 where
+            the memory plan has room, else 16384.
         updates_per_batch: Passes over a batch, with an optimizer step for each of `mini_batches`.
         loss: "clipped", "decoupled", "gspo", "cispo", "sapo" or "dppo", whose formulas and choice
             are in docs/algorithms.md, or "module:function", a `PolicyLoss` of your own

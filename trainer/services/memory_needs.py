@@ -52,6 +52,9 @@ _WHOLE_MAX_PARAMETERS: Final = 1_000_000_000
 """Up to this size, FSDP gathers and reduces the whole model once a step, where there is memory: by
 layers, it does so for each micro-batch, which takes a small model longer than its kernels. Higher
 leaves the GPU idle while much is gathered, before a step's first kernel."""
+_LARGE_MICRO_BATCH_TOKENS: Final = 32_768
+"""Of a micro-batch where there is memory: a 0.6B step takes 723 ms and 40 GiB on an H200 instead of
+746 ms and 29 GiB."""
 _COMPILED_SHARE: Final = 0.65
 """Share of the activations that torch.compile keeps, measured with Qwen3 shapes on an H200."""
 
@@ -63,23 +66,36 @@ def plan_job_memory(
     gpu_nbytes: Sequence[Sequence[int]],
     device_type: str,
 ) -> tuple[MemoryPlan, TrainerConfig]:
-    """Plans the job's memory, and settles three settings that may be "auto":
+    """Plans the job's memory, and settles four settings that may be open:
     `train.activation_checkpointing` is "full" if training may not fit otherwise, then `pool.sleep`
     is the least with which it still fits, and engines lack no KV cache for a step's samples. Then
-    `model.fsdp_wrap` is "root" for a model that is not large, if that changes nothing else.
+    micro-batches are larger, and `model.fsdp_wrap` is "root" for a model that is not large, each if
+    that changes nothing else.
 
     The plan is empty where sizes are not known: engines then choose their KV caches' sizes, and
     sleep. `gpu_nbytes` has the memory of the GPUs by node, none on the CPU. Raises ConfigError if a
     phase does not fit a GPU.
     """
     memory, settled = _plan_by_layers(config, host, plan, gpu_nbytes, device_type)
-    is_open = settled.model.fsdp_wrap == "auto" and memory.expected_nbytes
-    if not is_open or ModelSizes.read(config.model.path).num_parameters > _WHOLE_MAX_PARAMETERS:
-        return memory, settled
-    whole = replace(settled, model=replace(settled.model, fsdp_wrap="root"))
-    found = plan_memory(plan, gpu_nbytes, *job_needs(whole, host, len(plan.ranks), device_type))
-    fits = found.activations_fit and found.kv_num_tokens == memory.kv_num_tokens
-    return (found, whole) if fits else (memory, settled)
+    for candidate in _fewer_passes(settled) if memory.expected_nbytes else ():
+        needs = job_needs(candidate, host, len(plan.ranks), device_type)
+        found = plan_memory(plan, gpu_nbytes, *needs)
+        if found.activations_fit and found.kv_num_tokens == memory.kv_num_tokens:
+            return found, candidate
+    return memory, settled
+
+
+def _fewer_passes(settled: TrainerConfig) -> list[TrainerConfig]:
+    """What a step may do with fewer kernels, the best first."""
+    found, train = [settled], settled.train
+    if settled.model.fsdp_wrap == "auto":
+        size = ModelSizes.read(settled.model.path).num_parameters
+        if size <= _WHOLE_MAX_PARAMETERS:
+            found = [replace(settled, model=replace(settled.model, fsdp_wrap="root")), settled]
+    if train.micro_batches or train.max_tokens_per_micro_batch:
+        return found
+    larger = replace(train, max_tokens_per_micro_batch=_LARGE_MICRO_BATCH_TOKENS)
+    return [replace(found[0], train=larger), *found]
 
 
 def _plan_by_layers(
@@ -125,6 +141,7 @@ def planned_settings(config: TrainerConfig) -> str:
         "train.activation_checkpointing": config.train.activation_checkpointing,
         "pool.sleep": config.pool.sleep,
         "model.fsdp_wrap": config.model.fsdp_wrap,
+        "train.max_tokens_per_micro_batch": config.train.max_tokens_per_micro_batch or "auto",
     }
     return ", ".join(f"{name} = {value!r}" for name, value in values.items() if value != "auto")
 

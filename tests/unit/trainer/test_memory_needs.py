@@ -289,17 +289,17 @@ LONG_STEP = {"groups": 64, "prompt": 1024, "completion": 1024}
 
 
 @pytest.mark.parametrize(
-    ("model", "num_gpus", "gpu_gib", "engine", "step", "sleep", "wrap", "train_gib"),
+    ("model", "num_gpus", "gpu_gib", "engine", "step", "sleep", "wrap", "tokens", "train_gib"),
     [
-        ("SmolLM2-135M", 1, H200_GIB, "vllm", SMALL_STEP, "none", "root", 21.3),
-        ("0.6B", 1, H200_GIB, "vllm", STEP, "none", "root", 69.3),
-        ("8B", 4, H200_GIB, "vllm", LARGE_STEP, "none", "auto", 80.7),
-        ("8B", 1, H200_GIB, "vllm", LARGE_STEP, "all", "auto", 142.2),  # it is warned about
-        ("0.6B", 1, 24.0, "vllm", STEP, "all", "root", 20.4),
+        ("SmolLM2-135M", 1, H200_GIB, "vllm", SMALL_STEP, "none", "root", 32768, 21.3),
+        ("0.6B", 1, H200_GIB, "vllm", STEP, "none", "root", 32768, 100.0),
+        ("8B", 4, H200_GIB, "vllm", LARGE_STEP, "none", "auto", 32768, 88.4),
+        ("8B", 1, H200_GIB, "vllm", LARGE_STEP, "all", "auto", 0, 142.2),  # it is warned about
+        ("0.6B", 1, 24.0, "vllm", STEP, "all", "root", 32768, 20.9),
         # A cache beside training would be too small for the step's samples.
-        ("4B", 1, H200_GIB, "vllm", LONG_STEP, "all", "auto", 74.7),
-        ("4B", 1, H200_GIB, "sglang", LONG_STEP, "kv_cache", "auto", 83.2),
-        ("4B", 1, 80.0, "sglang", LONG_STEP, "all", "auto", 74.7),
+        ("4B", 1, H200_GIB, "vllm", LONG_STEP, "all", "auto", 32768, 83.1),
+        ("4B", 1, H200_GIB, "sglang", LONG_STEP, "kv_cache", "auto", 32768, 91.6),
+        ("4B", 1, 80.0, "sglang", LONG_STEP, "all", "auto", 0, 74.7),
     ],
 )
 def test_engines_free_the_least_that_has_room_beside_training(
@@ -311,6 +311,7 @@ def test_engines_free_the_least_that_has_room_beside_training(
     step: dict[str, int],
     sleep: str,
     wrap: str,
+    tokens: int,
     train_gib: float,
 ) -> None:
     write_headers(tmp_path, MEASURED[model])
@@ -328,6 +329,7 @@ def test_engines_free_the_least_that_has_room_beside_training(
     )
 
     assert (settled.pool.sleep, settled.model.fsdp_wrap) == (sleep, wrap)
+    assert settled.train.max_tokens_per_micro_batch == tokens  # 0 is 16384
     assert memory.expected_nbytes["train"][0, 0] / GIB == pytest.approx(train_gib, abs=0.1)
     if sleep == "none":
         samples = step["groups"] * 8 // num_gpus
