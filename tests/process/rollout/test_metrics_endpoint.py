@@ -92,6 +92,10 @@ def test_the_values_are_those_of_the_jobs_state_and_the_last_step(
     with pytest.raises(ConfigError, match=r"192\.0\.2\.1 port 0 .*metrics_address"):
         session.lead_call("serve_metrics", "192.0.2.1:0")
     text = get(url)
+    first, url = url, session.lead_call("serve_metrics", "localhost:0")
+    assert get(url)
+    with pytest.raises(urllib.error.URLError):
+        get(first)
     document = (ROOT / "docs" / "watch.md").read_text()
     names = set(re.findall(r"# TYPE (umbra_(?!step_)\w+) ", text))
     assert [name for name in names if f"`{name}`" not in document] == []

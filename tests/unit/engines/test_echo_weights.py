@@ -7,6 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from engine_runs import Collector, collect, on_the_engines_loop, running, wire_request
 from local_sync import publish
@@ -19,6 +20,7 @@ from umbra.engines.echo.echo_engine import (
     echo_logprobs,
     weights_fingerprint,
 )
+from umbra.runtime.errors import ConfigError
 
 VOCAB_SIZE = 97
 LENGTH = 40
@@ -104,3 +106,9 @@ async def test_without_the_option_logprobs_are_zero_and_nothing_is_kept(tmp_path
 
     assert set(logprobs) == {0.0}
     assert engine.weights_fingerprint() == weights_fingerprint([])
+
+
+@pytest.mark.parametrize("wrong", [{"vocab_size": 0}, {"max_num_seqs": 0}, {"tokens_per_s": 0.0}])
+def test_an_engine_that_could_make_no_token_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="must be (above 0|at least 1)"):
+        EchoEngine(**wrong)

@@ -90,6 +90,7 @@ def test_a_restored_checkpoint_reverts_later_leases_and_cuts_newer_tokens() -> N
     assert (b.state, b.step, b.reward, b.num_rolled_back) == (SampleState.SCORED, None, 1.0, 0)
     assert (c.state, c.reward, c.num_tokens) == (SampleState.PENDING, None, 0)
     assert (d.state, d.tokens.tolist(), d.num_rolled_back) == (SampleState.PARTIAL, [1, 2, 3], 3)
+    assert (state.totals.generated_tokens, state.totals.given_tokens) == (3 * 5 + 4, 2)
     assert state.totals.rolled_back_tokens == 3 + 2 + 3
     assert state.sample(7).state is SampleState.RUNNING
     assert state.counts[SampleState.TRAINED] == 2

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import pytest
+import zmq
+from engine_runs import wire_request
+from local_actors import actor_without_process, lone_node
+
+from umbra.engines.echo.echo_engine import EchoEngine
 from umbra.runtime.actor.actor_spec import ActorSpec
-from umbra.runtime.pools.warm_engines import reuse_engines
+from umbra.runtime.actor.job_rules import JobRules
+from umbra.runtime.actor.node_context import NodeContext
+from umbra.runtime.actor.supervised_actor import ActorState
+from umbra.runtime.errors import IllegalTransition
+from umbra.runtime.pools.warm_engines import WarmEngines, reuse_engines
+from umbra.runtime.rpc.rpc_server import ActorServer
+from umbra.runtime.rpc.wire import ActorRef
 from umbra.runtime.settings import from_wire, to_wire
 
 
@@ -83,3 +97,42 @@ def test_engines_of_other_pools_are_left_alone() -> None:
     engines, unused = reuse_engines("policy", [engine(0)], (0,), warm)
 
     assert (engines, unused) == ([engine(0)], {})
+
+
+def test_an_engine_runs_once_it_has_started_until_it_is_to_end(tmp_path: Path) -> None:
+    with lone_node(tmp_path) as node:
+        actor = actor_without_process(node)
+        starts = actor.is_running
+        actor.state = ActorState.RUNNING
+        runs = actor.is_running
+        actor.stop()
+
+        assert (starts, runs, actor.is_running) == (False, True, False)
+
+
+def test_an_engine_that_is_kept_is_awake_and_has_no_request_of_before(tmp_path: Path) -> None:
+    async def keep(node: NodeContext, address: zmq.Socket[bytes]) -> None:
+        echo = EchoEngine(tokens_per_s=1.0, load_weights=True)
+        server = ActorServer([echo], 1)
+        endpoint = server.bind(address, f"ipc://{tmp_path}/judge-0")
+        actor = actor_without_process(node)
+        actor.state = ActorState.RUNNING
+        actor.ref = ActorRef(name="judge-0", incarnation=1, node_id="n", ipc_endpoint=endpoint)
+        async with asyncio.timeout(30.0), node.client, asyncio.TaskGroup() as tasks, echo:
+            serving = tasks.create_task(server.run())
+            warm = WarmEngines(replace(node, rules=JobRules(nodes_may_change=True)))
+            await echo.submit([wire_request(1, [1, 2])])
+            await echo.pause("keep")
+            await echo.sleep(1)
+
+            await warm.keep([actor])
+
+            with pytest.raises(IllegalTransition, match="is PAUSED"):
+                await echo.submit([wire_request(2, [1, 2])])
+            stats = await echo.stats()
+            assert (stats["running"], stats["waiting"]) == (0, 0)
+            assert [spec.name for spec in warm.specs()] == ["judge-0"]
+            serving.cancel()
+
+    with lone_node(tmp_path) as node, node.sockets.socket(zmq.ROUTER) as address:
+        asyncio.run(keep(node, address))

@@ -406,6 +406,12 @@ def test_the_end_leaves_summary_plot_and_report(tmp_path: Path) -> None:
 
     summary = finish(config, journal, steps=4, engine_restarts=1, stopped_by="")
 
+    left_s = [
+        row["time/left_s"]
+        for row in read_metrics(tmp_path / "metrics.jsonl")
+        if "time/left_s" in row
+    ]
+    assert (len(left_s), left_s[-1]) == (3, 0.0)
     written = json.loads((tmp_path / "summary.json").read_text())
     assert (written["accuracy_before"], written["accuracy_after"]) == (0.25, 0.875)
     assert (written["steps"], written["engine_restarts"]) == (4, 1)
