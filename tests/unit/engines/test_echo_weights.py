@@ -110,5 +110,5 @@ async def test_without_the_option_logprobs_are_zero_and_nothing_is_kept(tmp_path
 
 @pytest.mark.parametrize("wrong", [{"vocab_size": 0}, {"max_num_seqs": 0}, {"tokens_per_s": 0.0}])
 def test_an_engine_that_could_make_no_token_is_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="must be (above 0|at least 1)"):
+    with pytest.raises(ConfigError, match=r"must be (above 0|at least 1)"):
         EchoEngine(**wrong)
