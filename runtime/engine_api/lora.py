@@ -203,12 +203,22 @@ def model_shapes(model_path: Path) -> Shapes:
 
 
 def matrix_shapes(model_path: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of layers whose weight is a matrix, by name; as `model_shapes`."""
-    return {
-        name.removesuffix(".weight"): shape
-        for name, shape in model_shapes(model_path).items()
-        if len(shape) == 2 and name.endswith(".weight")
-    }
+    """The shapes of layers whose weight is a matrix, by name; as `model_shapes`. Experts have one
+    each, also where they are stacked in the files."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, (*stack, rows, columns) in (
+        (name, shape) for name, shape in model_shapes(model_path).items() if len(shape) > 1
+    ):
+        if not stack and name.endswith(".weight"):
+            found[name.removesuffix(".weight")] = rows, columns
+        elif is_of_experts(name) and len(stack) == 1:
+            found |= {f"{name}.{number}": (rows, columns) for number in range(stack[0])}
+    return found
+
+
+def is_of_experts(name: str) -> bool:
+    """Whether it names experts of a layer, or a part of them."""
+    return ".experts." in f".{name}."
 
 
 def is_in_block(name: str) -> bool:

@@ -157,6 +157,8 @@ class CheckpointStore:
         cannot be read."""
         state = read_trainer_state(path)
         tensors, random_state = dict[str, Tensor](), _random_state(self._mesh.rank)
+        own_origin = models[POLICY].origin  # every rank may read it from its node's disk
+        from_lead(self._mesh, lambda: _check_origin(path, state, own_origin))
         with _disk_trouble("read the checkpoint", path, IF_DAMAGED):
             reader = _Reader(path)
             saved = reader.read_metadata().state_dict_metadata
@@ -168,8 +170,6 @@ class CheckpointStore:
                     _check_fit(path, own, saved)
                     tensors |= own
                     model.is_saved = True
-            own_origin = models[POLICY].origin  # every rank may read it from its node's disk
-            from_lead(self._mesh, lambda: _check_origin(path, state, own_origin))
             if random_state.keys() <= saved.keys():  # fewer ranks may have written it
                 tensors |= random_state
             _dcp.load(tensors, storage_reader=reader)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from umbra.runtime.disk import check_free_space
-from umbra.runtime.engine_api.lora import module_shapes
+from umbra.runtime.engine_api.lora import is_of_experts, module_shapes
 from umbra.runtime.engine_api.weight_files import has_own_head, local_model, untied
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.settings import from_wire
@@ -250,18 +250,22 @@ def write_adapters(folder: Path, source: ModelSection, adapters: Mapping[str, Te
         return
     lora, path = source.lora, folder / ADAPTER
     modules = module_shapes({name: tuple(matrix.shape) for name, matrix in adapters.items()})
-    config = {
+    layers = [name for name in modules if not is_of_experts(name)]
+    targets = [target for target in lora.targets if not is_of_experts(target)]
+    config: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(source.path),
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "use_rslora": lora.rslora,
-        "target_modules": list(lora.targets) or sorted({n.rpartition(".")[2] for n in modules}),
+        "target_modules": targets or sorted({name.rpartition(".")[2] for name in layers}),
         "lora_dropout": 0.0,
         "bias": "none",
         "inference_mode": True,
     }
+    if len(layers) < len(modules):
+        config["target_parameters"] = ["experts.gate_up_proj", "experts.down_proj"]
     path.mkdir()
     (path / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
     matrices = {name: matrix.contiguous() for name, matrix in peft_names(adapters).items()}

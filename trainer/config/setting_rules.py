@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from umbra.runtime.engine_api.engine_names import engine_kind
+from umbra.runtime.engine_api.lora import is_of_experts
 from umbra.runtime.settings import annotations_of
 from umbra.trainer.config.algorithm_names import ADVANTAGE_ESTIMATORS, LOSSES, takes_args
 from umbra.trainer.config.sft_config import RL_ONLY, SftConfig
@@ -38,6 +39,7 @@ def _max_lora_rank(engine: str) -> int:
 _NAMES: Final = {
     "ADVANTAGE_ESTIMATORS": ADVANTAGE_ESTIMATORS,
     "LOSSES": LOSSES,
+    "is_of_experts": is_of_experts,
     "max_lora_rank": _max_lora_rank,
     "min_temperature": _min_temperature,
     "takes_args": takes_args,
@@ -115,6 +117,11 @@ def _too_cold(section: str) -> Iterator[Rule]:
 
 
 _OPTIMIZATION: Final = (
+    Rule(
+        "error",
+        "any(map(is_of_experts, model.lora.targets)) and model.lora.rank % 8 > 0",
+        "the product of many experts at once needs a rank that is a multiple of 8: use one",
+    ),
     Rule(
         "warning",
         "train.ema > 0 and train.steps is not None "
@@ -375,6 +382,11 @@ RULES: Final = (
         "model.lora.rank > max_lora_rank(pool.engine)",
         "this engine cannot load adapters of that rank from a sync: 'embedded' and 'sglang' load "
         "any, 'vllm' up to 512, and 'echo' none: use another engine, or another model.lora.rank",
+    ),
+    Rule(
+        "error",
+        "model.lora.rank > 0 and any(map(is_of_experts, model.lora.targets))",
+        "no engine loads adapters of experts from a sync: leave these out, or train them by SFT",
     ),
     Rule(
         "error",

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import ConfigDict
 
-from umbra.runtime.engine_api.lora import is_in_block
+from umbra.runtime.engine_api.lora import is_in_block, is_of_experts
 from umbra.runtime.engine_api.pool_settings import AuxiliaryPoolSettings, PoolSettings
 from umbra.runtime.errors import ConfigError, SettingError
 from umbra.runtime.rollout.rollout_config import NO_REWARD, OVERLONG, RolloutSettings, TopK
@@ -120,7 +120,8 @@ class LoraSection(Settings):
         alpha: An adapter's product is scaled by alpha / `rank`. Larger values change the model more
             with each step.
         targets: Ends of the names of layers that get an adapter, such as "q_proj", and also
-            "embed_tokens" and "lm_head". Where empty, all linear layers of decoder blocks do.
+            "embed_tokens", "lm_head" and in SFT "experts". Where empty, all linear layers of
+            decoder blocks do.
         rslora: Whether the scale is alpha / sqrt(`rank`) instead, by which higher ranks learn as
             fast as lower ones (arXiv:2312.03732).
     """
@@ -135,21 +136,24 @@ class LoraSection(Settings):
         """The factor of the product of the two matrices."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
-    def chosen(self, layers: Iterable[str], model: str, *, is_tied: bool) -> list[str]:
+    def chosen(self, names: Iterable[str], model: str, *, is_tied: bool) -> list[str]:
         """The layers that get an adapter, by name, of all that can have one. `is_tied`: embeddings
         and head are one tensor. Raises ConfigError if a target matches none, or such a tensor."""
-        names = list(layers)
+        names = list(names)
         if not self.targets:
-            return [name for name in names if is_in_block(name)]
+            return [name for name in names if is_in_block(name) and not is_of_experts(name)]
+        layers = {name: re.sub(r"(\.experts)\..*", r"\1", name) for name in names}
         found: dict[str, None] = {}
         for target in self.targets:
-            matched = [name for name in names if f".{name}".endswith(f".{target}")]
+            matched = [name for name, layer in layers.items() if f".{layer}".endswith(f".{target}")]
             if not matched:
-                ends = dict.fromkeys(name.rpartition(".")[2] for name in names)
+                ends = dict.fromkeys(layer.rpartition(".")[2] for layer in layers.values())
                 raise ConfigError(
-                    f"model.lora.targets: {target!r} matches none of the {len(names)} layers of "
+                    f"model.lora.targets: {target!r} matches none of the "
+                    f"{len(set(layers.values()))} layers of "
                     f"{model} that can have an adapter, whose names end in "
-                    f"{', '.join(list(ends)[:_NUM_NAMED])}: name some of these"
+                    f"{', '.join(list(ends)[:_NUM_NAMED])}: name some of these, or leave it out "
+                    "for all linear layers in decoder blocks"
                 )
             if is_tied and not all(is_in_block(name) for name in matched):
                 raise ConfigError(

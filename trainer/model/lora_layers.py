@@ -7,6 +7,7 @@ exported, and would add dropout and a table of adapters to each forward pass.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
@@ -35,10 +36,7 @@ class LoraLinear(nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = base.in_features, base.out_features
         self.weight, self.bias = base.weight, base.bias
-        device = base.weight.device
-        first = nn.Linear(self.in_features, rank, bias=False, device=device, dtype=dtype)
-        second = nn.Linear(rank, self.out_features, bias=False, device=device, dtype=dtype)
-        self.lora_A, self.lora_B = first, second  # [R, I] and [O, R]
+        self.lora_A, self.lora_B = _pair(base.weight, rank, dtype)  # [R, I] and [O, R]
         self.scale = scale
         self.is_adapted = True
 
@@ -55,12 +53,8 @@ class LoraLinear(nn.Linear):
         inner = self.scale * self.lora_A(input)
         return torch.cat((input, inner), -1), torch.cat((self.weight, self.lora_B.weight), 1)
 
-    @torch.no_grad()
     def start(self, name: str, generator: torch.Generator) -> None:
-        bound = self.in_features**-0.5
-        first = torch.empty(self.lora_A.weight.shape, dtype=torch.float64)
-        _write(name, self.lora_A.weight, first.uniform_(-bound, bound, generator=generator))
-        local_part(self.lora_B.weight).zero_()
+        _start(self, name, generator)
 
 
 class LoraEmbedding(nn.Embedding):
@@ -93,6 +87,81 @@ class LoraEmbedding(nn.Embedding):
         _write(name, self.lora_embedding_B, second.normal_(generator=generator))
 
 
+class LoraExperts(nn.Module):
+    """Takes the place of the experts of a layer, whose weights are stacks of matrices. As in PEFT,
+    the matrices of all experts are side by side, and those of gate and up in `base_layer`.
+
+    T: tokens, K: experts of a token, S: T K pairs of both, by expert; N: experts, I: inputs,
+    O: outputs, R: rank.
+    """
+
+    def __init__(self, base: Any, rank: int, scale: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = base.gate_up_proj, base.down_proj  # [N, O, I]
+        base.gate_up_proj = base.down_proj = None
+        self._activate = base._apply_gate
+        self.base_layer = nn.Module()
+        self.base_layer.lora_A, self.base_layer.lora_B = _pair(self.gate_up_proj, rank, dtype)
+        self.lora_A, self.lora_B = _pair(self.down_proj, rank, dtype)  # [N R, I] and [O, R N]
+        self.scale = scale
+        self.is_adapted = True
+
+    def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """[T, I] of [T, I] hidden states, with [T, K] experts and their weights."""
+        chosen, order = top_k_index.flatten().sort(stable=True)
+        experts = torch.arange(len(self.down_proj), device=hidden.device)
+        ends = torch.searchsorted(chosen, experts, right=True)
+        inputs = hidden[order // top_k_index.shape[1]]  # [S, I]
+        inner = self._activate(self._product(inputs, self.gate_up_proj, self.base_layer, ends))
+        output = self._product(inner, self.down_proj, self, ends)
+        output = (output * top_k_weights.flatten()[order, None])[order.argsort()]
+        return output.view(*top_k_index.shape, -1).sum(1).to(hidden.dtype)
+
+    def _product(self, inputs: Tensor, weight: Tensor, pair: Any, ends: Tensor) -> Tensor:
+        output = _grouped(inputs, weight, ends)
+        if not self.is_adapted:
+            return output
+        first, second = _by_expert(pair.lora_A.weight, pair.lora_B.weight, len(weight))
+        return output + self.scale * _grouped(_grouped(inputs, first, ends), second, ends)
+
+    def start(self, name: str, generator: torch.Generator) -> None:
+        _start(self.base_layer, name, generator)
+        _start(self, name, generator)
+
+
+def _pair(weight: Tensor, rank: int, dtype: torch.dtype) -> tuple[nn.Linear, nn.Linear]:
+    """The two matrices of each matrix in a weight, side by side."""
+    *stack, num_out, num_in = weight.shape
+    rank *= math.prod(stack)
+    return (
+        nn.Linear(num_in, rank, bias=False, device=weight.device, dtype=dtype),
+        nn.Linear(rank, num_out, bias=False, device=weight.device, dtype=dtype),
+    )
+
+
+@torch.no_grad()
+def _start(pair: Any, name: str, generator: torch.Generator) -> None:
+    first, second = pair.lora_A.weight, pair.lora_B.weight
+    bound = first.shape[1] ** -0.5
+    whole = torch.empty(first.shape, dtype=torch.float64)
+    _write(name, first, whole.uniform_(-bound, bound, generator=generator))
+    local_part(second).zero_()
+
+
+def _by_expert(first: Tensor, second: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """[N, R, I] and [N, O, R]. PEFT has the rows of A by expert, and the columns of B by rank."""
+    by_rank = second.view(len(second), -1, num_experts)
+    return first.view(num_experts, -1, first.shape[1]), by_rank.permute(2, 0, 1).contiguous()
+
+
+def _grouped(inputs: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """[S, O] of [S, I] and [N, O, I]; the rows of expert n end before `ends[n]`, [N]."""
+    if inputs.dtype != torch.float64:  # which torch's product lacks
+        return F.grouped_mm(inputs, weights.mT, offs=ends.int())
+    parts = inputs.tensor_split(ends[:-1].cpu())
+    return torch.cat([F.linear(part, each) for part, each in zip(parts, weights, strict=True)])
+
+
 class LoraAdapters:
     """The adapters of a model, and its only parameters with gradients. Must be made before the
     model is sharded."""
@@ -101,11 +170,11 @@ class LoraAdapters:
         """Raises ConfigError if a target matches no layer."""
         self.spec = LoraSpec(rank=section.rank, alpha=section.scale * section.rank)
         model.requires_grad_(False)
-        self._layers: dict[str, LoraLinear | LoraEmbedding] = {}
+        self._layers: dict[str, LoraLinear | LoraEmbedding | LoraExperts] = {}
+        kinds: Any = {nn.Linear: LoraLinear, nn.Embedding: LoraEmbedding}
         for name, base in adapted_layers(model, section).items():
-            options = section.rank, section.scale, dtype
-            is_linear = isinstance(base, nn.Linear)
-            layer = LoraLinear(base, *options) if is_linear else LoraEmbedding(base, *options)
+            make = kinds.get(type(base), LoraExperts)
+            layer = make(base, section.rank, section.scale, dtype)
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, layer)
             self._layers[name] = layer
@@ -131,17 +200,19 @@ class LoraAdapters:
             layer.is_adapted = is_adapted
 
 
-def adapted_layers(model: nn.Module, section: LoraSection) -> dict[str, nn.Linear | nn.Embedding]:
+def adapted_layers(model: nn.Module, section: LoraSection) -> dict[str, nn.Module]:
     """The layers that get an adapter, by name: those of the targets, or all linear ones of decoder
     blocks. Layers of other classes, such as quantised ones, multiply in ways of their own and get
     none. Raises ConfigError if a target matches none, or there are none."""
     any_model: Any = model
     embeddings, head = any_model.get_input_embeddings(), any_model.get_output_embeddings()
     modules: Iterable[tuple[str, nn.Module]] = any_model.named_modules()
-    layers: dict[str, nn.Linear | nn.Embedding] = {
+    layers = {
         name: module
         for name, module in modules
-        if type(module) is nn.Linear or (module is embeddings and type(module) is nn.Embedding)
+        if type(module) is nn.Linear
+        or (module is embeddings and type(module) is nn.Embedding)
+        or _are_experts(module)
     }
     is_tied = head is not None and head.weight is embeddings.weight
     names = section.chosen(layers, type(model).__name__, is_tied=is_tied)
@@ -161,20 +232,40 @@ def origin(section: ModelSection) -> dict[str, Any]:
     return {"lora": to_wire(section.lora), "base": WeightFiles(section.path).digest()}
 
 
-def adapter_shapes(name: str, layer: nn.Linear | nn.Embedding, rank: int) -> dict[str, list[int]]:
+def _are_experts(module: Any) -> bool:
+    """Whether they compute as `LoraExperts` does, by the attributes that transformers sets."""
+    return (
+        getattr(module, "has_gate", False)
+        and module.is_concatenated
+        and not (module.has_bias or module.is_transposed or module.has_post_expert_norm)
+    )
+
+
+def adapter_shapes(name: str, layer: Any, rank: int) -> dict[str, list[int]]:
     """The names and shapes of a layer's matrices."""
-    rows, columns = layer.weight.shape
-    if isinstance(layer, nn.Linear):
-        return {name + LINEAR[0]: [rank, columns], name + LINEAR[1]: [rows, rank]}
-    return {name + EMBEDDING[0]: [rank, rows], name + EMBEDDING[1]: [columns, rank]}
+    if isinstance(layer, nn.Embedding):
+        rows, columns = layer.weight.shape
+        return {name + EMBEDDING[0]: [rank, rows], name + EMBEDDING[1]: [columns, rank]}
+    weights = {name: layer.weight if isinstance(layer, nn.Linear) else layer.down_proj}
+    if not isinstance(layer, nn.Linear):
+        weights[f"{name}.base_layer"] = layer.gate_up_proj
+    return {
+        module + end: list(matrix.weight.shape)
+        for module, weight in weights.items()
+        for end, matrix in zip(LINEAR, _pair(weight.to("meta"), rank, weight.dtype), strict=True)
+    }
 
 
 def merged(name: str, weight: Tensor, adapters: Mapping[str, Tensor], scale: float) -> Tensor:
     """The weight with its adapter, if it has one, added in at least float32."""
-    layer, wide = name.removesuffix(".weight"), torch.promote_types(weight.dtype, torch.float32)
+    module, _, part = name.rpartition(".")
+    module += ".base_layer" if part == "gate_up_proj" else ""
+    wide = torch.promote_types(weight.dtype, torch.float32)
     for ends in (LINEAR, EMBEDDING):
-        if layer + ends[0] in adapters:
-            first, second = (adapters[layer + end].to(wide) for end in ends)
+        if module + ends[0] in adapters:
+            first, second = (adapters[module + end].to(wide) for end in ends)
+            if weight.ndim == 3:
+                first, second = _by_expert(first, second, len(weight))
             change = scale * (second @ first)
             change = change if ends is LINEAR else change.t()
             return (weight.to(wide) + change).to(weight.dtype)

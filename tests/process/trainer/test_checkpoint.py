@@ -126,10 +126,10 @@ def test_a_checkpoint_of_another_model_is_refused(ran: Ran) -> None:
     ("other", "words"),
     [
         ("fewer", "set model.lora to {'rank': 2, 'alpha': 32.0, 'targets': ['q_proj', 'v_proj'],"),
-        ("more", "of another model: it has no tensor model.model.layers.0.self_attn.k_proj.lora_A"),
+        ("more", "set model.lora to {'rank': 2, 'alpha': 32.0, 'targets': ['q_proj', 'v_proj'],"),
         ("scale", "set model.lora to {'rank': 2, 'alpha': 32.0, 'targets': ['q_proj', 'v_proj'],"),
         ("base", "were trained on other weights than those in model.path"),
-        ("none", "of another model: it has no tensor model.model.embed_tokens.weight"),
+        ("none", "set model.lora to {'rank': 2, 'alpha': 32.0, 'targets': ['q_proj', 'v_proj'],"),
     ],
 )
 def test_adapters_are_loaded_where_they_belong(ran: Ran, other: str, words: str) -> None:

@@ -23,6 +23,12 @@ _DECOUPLED: dict[str, Any] = {"loss": "decoupled", "updates_per_batch": 2}
 _GSPO: dict[str, Any] = {"loss": "gspo", "loss_aggregation": "sequence", "updates_per_batch": 2}
 _REGULARIZED: dict[str, Any] = {"kl_coef": 0.1, "reference_every": 2, "entropy_coef": 0.3}
 _OWN_LOSS: dict[str, Any] = {"loss": "rank_programs:own_loss"}
+_OUTER: dict[str, Any] = {
+    "kind": "llama",
+    "lora_rank": 3,
+    "lora_targets": ["embed_tokens", "lm_head", "up_proj"],
+}
+_EXPERTS: dict[str, Any] = {"kind": "qwen3-moe", "lora_rank": 8, "lora_targets": ["experts"]}
 # Changes to the settings, and options of the run. All start from the same model and see the same
 # global batches.
 ON_ONE_RANK: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -35,6 +41,8 @@ ON_ONE_RANK: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "regularized": (_REGULARIZED, {}),
     "own loss": (_OWN_LOSS, {}),
     "lora": (_WITH_KL, {"lora_rank": 3}),
+    "outer": (_WITH_KL, _OUTER),
+    "experts": (_WITH_KL, _EXPERTS),
 }
 ON_TWO_RANKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "token": ({}, {}),
@@ -70,6 +78,10 @@ ON_TWO_RANKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "lora, recomputed": (_WITH_KL, {"lora_rank": 3, "recomputes": True, "wrap": "layer"}),
     "lora, padded": (_WITH_KL, {"lora_rank": 3, "packed": False, "micro_batches": 3}),
     "lora, chunked": (_WITH_KL, {"lora_rank": 3, "chunked": True}),
+    "outer, chunked": (_WITH_KL, {**_OUTER, "chunked": True, "micro_batches": 2}),
+    "outer, layer": (_WITH_KL, {**_OUTER, "wrap": "layer", "offload": "all"}),
+    "experts, layer": (_WITH_KL, {**_EXPERTS, "wrap": "layer", "micro_batches": 2}),
+    "experts, recomputed": (_WITH_KL, {**_EXPERTS, "recomputes": True}),
 }
 
 
@@ -128,6 +140,10 @@ def assert_same(one: Arrays, other: Arrays, tolerance: float) -> None:
         ("lora", "lora, recomputed"),
         ("lora", "lora, padded"),
         ("lora", "lora, chunked"),
+        ("outer", "outer, chunked"),
+        ("outer", "outer, layer"),
+        ("experts", "experts, layer"),
+        ("experts", "experts, recomputed"),
     ],
 )
 def test_two_ranks_train_like_one(

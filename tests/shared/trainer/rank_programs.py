@@ -78,6 +78,7 @@ def make_policy(
     recomputes: bool = False,
     compiles: bool = False,
     lora_rank: int = 0,
+    lora_targets: Sequence[str] = (),
 ) -> TrainModel:
     model = make_model(kind)
     if packed:
@@ -90,7 +91,7 @@ def make_policy(
         recomputes=recomputes,
         compiles=compiles,
     )
-    lora = LoraSection(rank=lora_rank, alpha=8.0)
+    lora = LoraSection(rank=lora_rank, alpha=8.0, targets=tuple(lora_targets))
     adapters = LoraAdapters(model, lora, torch.float32) if lora_rank else None
     return TrainModel(PreparedModel(model, packed, None, adapters), world.fsdp, passes, train)
 
@@ -211,7 +212,9 @@ def train_and_return_parameters(
     compiles: bool = False,
     offload: Offload = "none",
     num_replicas: int = 1,
+    kind: str = "qwen3",
     lora_rank: int = 0,
+    lora_targets: Sequence[str] = (),
 ) -> tuple[Arrays, list[dict[str, float]]]:
     """Parameters after `num_steps` steps, whole, and the metrics of each step."""
     if num_replicas > 1:
@@ -221,9 +224,11 @@ def train_and_return_parameters(
         train,
         packed=packed,
         wrap=wrap,
+        kind=kind,
         recomputes=recomputes,
         compiles=compiles,
         lora_rank=lora_rank,
+        lora_targets=lora_targets,
     )
     has_reference = train.kl_coef and not lora_rank
     reference = make_policy(world, None, packed=packed, wrap=wrap) if has_reference else None

@@ -17,6 +17,7 @@ from transformers import (
     MistralConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 CHARS = "0123456789abcdefghijklmnopqrstuvwxyz +-=?"
@@ -61,8 +62,15 @@ def make_model(kind: str = "qwen3", seed: int = 0, **changes: Any) -> Any:
         "v_head_dim": 6,
         "first_k_dense_replace": 2,  # no experts
     }
+    experts: dict[str, Any] = {
+        "head_dim": 8,
+        "moe_intermediate_size": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    }
     configs: dict[str, Any] = {
         "qwen3": lambda: Qwen3Config(**qwen3),
+        "qwen3-moe": lambda: Qwen3MoeConfig(**(base | experts)),
         "qwen2": lambda: Qwen2Config(**base),
         "granite": lambda: GraniteConfig(**base),
         "llama": lambda: LlamaConfig(**base),

@@ -12,11 +12,13 @@ from minimal_config import config_with
 from torch import Tensor, nn
 from training_models import listed, make_model, save_model
 
+from umbra.runtime.engine_api.lora import matrix_shapes
 from umbra.runtime.errors import ConfigError
 from umbra.trainer.config.trainer_config import LoraSection, ModelSection
 from umbra.trainer.model.lora_layers import (
     LoraAdapters,
     LoraEmbedding,
+    LoraExperts,
     LoraLinear,
     adapted_layers,
 )
@@ -103,10 +105,13 @@ OUTER = ("embed_tokens", "lm_head", "q_proj")
         ("qwen3", LoraSection(rank=4)),
         ("qwen3", LoraSection(rank=4, rslora=True)),
         ("llama", LoraSection(rank=4, targets=OUTER)),
+        ("qwen3-moe", LoraSection(rank=4, targets=("mlp.experts", "o_proj"))),
     ],
 )
 def test_a_model_with_adapters_is_one_with_changed_weights(kind: str, section: LoraSection) -> None:
-    model, changed = make_model(kind).double(), make_model(kind).double()
+    model, changed, unchanged = (make_model(kind).double() for _ in range(3))
+    for each in (changed, unchanged):
+        each.set_experts_implementation("eager")  # the default has no float64
     adapters = LoraAdapters(model, section, torch.float64)
     adapters.start(seed=3)
     for name, layer in model.named_modules():
@@ -117,13 +122,15 @@ def test_a_model_with_adapters_is_one_with_changed_weights(kind: str, section: L
             nn.init.normal_(layer.lora_embedding_A, std=0.1)
             product = layer.lora_embedding_B @ layer.lora_embedding_A
             changed.get_submodule(name).weight.data += layer.scale * product.detach().t()
+        elif isinstance(layer, LoraExperts):
+            change_experts(changed.get_submodule(name), layer)
     tokens = torch.arange(2, 30)[None]
 
     with torch.no_grad():
         logits = model(tokens).logits
         with adapters.switched_off():
             without = model(tokens).logits
-        start = make_model(kind).double()(tokens).logits
+        start = unchanged(tokens).logits
         expected = changed(tokens).logits
 
     assert torch.allclose(logits, expected, atol=1e-9)
@@ -131,6 +138,15 @@ def test_a_model_with_adapters_is_one_with_changed_weights(kind: str, section: L
     assert (logits - start).abs().max() > 0.1
     wire = adapters.spec.alpha / adapters.spec.rank
     assert wire == pytest.approx(32 / (2 if section.rslora else 4))
+
+
+def change_experts(experts: Any, layer: Any) -> None:
+    parts = (experts.gate_up_proj, layer.base_layer), (experts.down_proj, layer)
+    for weight, pair in parts:
+        nn.init.normal_(pair.lora_B.weight, std=0.1)
+        first, second = pair.lora_A.weight.detach(), pair.lora_B.weight.detach()
+        for n in range(4):  # rows of A are by expert, columns of B by rank
+            weight.data[n] += layer.scale * second[:, n::4] @ first[4 * n : 4 * (n + 1)]
 
 
 def test_matrices_start_as_those_of_peft_and_do_not_depend_on_their_order() -> None:
@@ -200,6 +216,24 @@ def test_an_adapter_of_one_of_two_tied_tensors_is_refused_before_a_start(
     with pytest.raises(ConfigError, match=words):
         check_lora(section("qwen3"))
     check_lora(section("llama"))
+
+
+def test_experts_get_adapters_where_targets_name_them(tmp_path: Path) -> None:
+    model, folder = make_model("qwen3-moe"), save_model(tmp_path / "model", "qwen3-moe")
+    experts = LoraSection(rank=8, targets=("experts",))
+    shapes = matrix_shapes(folder)
+
+    for names in (
+        adapted_layers(model, LoraSection(rank=8)),
+        LoraSection().chosen(shapes, "", is_tied=False),
+    ):
+        assert len([name for name in names if ".self_attn." in name]) == 8
+        assert not any("experts" in name for name in names)
+    assert list(adapted_layers(model, experts)) == [f"model.layers.{n}.mlp.experts" for n in (0, 1)]
+    assert len(experts.chosen(shapes, "", is_tied=False)) == 2 * 4 * 3
+    check_lora(ModelSection(path=folder, lora=experts))
+    with pytest.raises(ConfigError, match="'up_proj' matches none of the 14 layers"):
+        check_lora(ModelSection(path=folder, lora=LoraSection(rank=8, targets=("up_proj",))))
 
 
 def test_layers_that_multiply_in_their_own_way_get_no_adapter() -> None:

@@ -72,6 +72,7 @@ def test_all_answers_are_settings_of_umbra() -> None:
         ),
         ("train.peft_config=x", "'peft_config' of TRL: use 'model.lora.rank'"),
         ("model.lora_rank=8", "'model.lora_rank' of verl: use 'model.lora.rank'"),
+        ("train.use_dora=true", f"'use_dora' of TRL: {ABSENT}"),
         ("train.lora_dropout=0.1", f"'lora_dropout' of TRL: {ABSENT}"),
         ("generation_kwargs.min_p=0.1", f"'generation_kwargs.min_p' of TRL: {ABSENT}"),
         ('generation_kwargs.stop=["x"]', "'generation_kwargs.stop' of TRL: use 'rollout.stop'"),
