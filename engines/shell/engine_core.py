@@ -65,8 +65,7 @@ class Core(ABC):
         died: set when a process of the engine ends; the engine is unusable then.
         is_paused: follows the engine's state, even if the engine pauses or resumes by itself.
         vocab_size: known once the engine has started; requests' tokens are below it.
-        memory: bytes, "weights_nbytes" and "kv_nbytes". With `frees_memory_asleep` they
-            describe the engine awake, else they are current.
+        memory: "weights_nbytes" and "kv_nbytes", while awake if `frees_memory_asleep`, else now.
         truncates: whether it samples with top-p and top-k; else such requests are refused.
         takes_forced: whether it returns the logprobs of a request's forced tokens; else such
             requests are refused.

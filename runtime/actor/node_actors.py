@@ -48,8 +48,9 @@ class ActorWatcher(Protocol):
 
 
 class NodeActors:
-    """The actors of this node, and the remote ones that it runs on others. Owned by the supervisor.
-    No actor starts once the job is over. `take_warm` returns an engine that no pool uses."""
+    """The actors of this node, and the actors on other nodes that this supervisor asked for. Owned
+    by the supervisor. No actor starts once the job is over. `take_warm` returns an engine that no
+    pool uses."""
 
     def __init__(
         self,

@@ -80,9 +80,14 @@ class _Process:
 
 
 class SupervisedActor:
-    """Owns the actor's process. `run` lives until the actor has ended for good. Earlier actors of
-    this name had `num_earlier` incarnations. `describe_gpu_memory` reports its holders;
-    `explain_late`, called before a late first start is killed, returns text for the error."""
+    """Owns the actor's process. `run` lives until the actor has ended for good.
+
+    Args:
+        num_earlier: incarnations of earlier actors of this name.
+        describe_gpu_memory: tells which processes hold how much.
+        explain_late: returns text for the error of a first start that is late, before the process
+            is killed.
+    """
 
     def __init__(
         self,

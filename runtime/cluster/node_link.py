@@ -130,9 +130,9 @@ class _Member:
 
 
 class MemberLinks:
-    """The lead's links to all other supervisors (see `node_link`); the first of `nodes`
-    is the lead's own. Calls back with a node's index: at each event, and once when it is
-    lost or has left."""
+    """The lead's links to all other supervisors (see `node_link`); the first of `nodes` is the
+    lead's own. The callbacks get a node's index: `on_event` for each event, then `on_lost` or
+    `on_left` once."""
 
     def __init__(
         self,

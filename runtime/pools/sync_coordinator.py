@@ -54,7 +54,7 @@ class SyncCoordinator:
     coordinator owns the memory of syncs within a node, which `run` frees at its end. `version` is
     the last committed one. `engines` returns all engines of the pool, in any state; `on_abort`
     gets the version and the reason when a sync has failed. A version that reaches no engine is
-    committed with a warning, and engines catch up with it later, unless `require_engine` fails it.
+    committed with a warning, and engines catch up with it later.
     """
 
     def __init__(
@@ -65,14 +65,11 @@ class SyncCoordinator:
         images: ImageHolder,
         settings: SyncSettings,
         on_abort: Callable[[int, str], None] | None = None,
-        *,
-        require_engine: bool = False,
     ) -> None:
         self.version: int | None = None
         self.pool = pool
         self._engines = engines
         self._settings = settings
-        self._require_engine = require_engine
         self._memory = ImageMemory(pool, fd_server)
         self._on_abort = on_abort
         parts = PlanParts(pool, self._memory, images, settings.staged_updates)
@@ -274,7 +271,7 @@ class SyncCoordinator:
 
     def _new_run(self, version: int) -> SyncRun:
         sync_id = f"{self.pool}-{next(self._sync_ids)}"
-        self._current = SyncRun(sync_id, version, self, self._require_engine)
+        self._current = SyncRun(sync_id, version, self)
         self._to_start.put_nowait(self._current)
         return self._current
 

@@ -52,9 +52,9 @@ class SyncRun:
     supervisor; when the sync aborts, the transport's `TransferProgress` stops it.
     """
 
-    def __init__(self, sync_id: str, version: int, host: SyncHost, require_engine: bool) -> None:
+    def __init__(self, sync_id: str, version: int, host: SyncHost) -> None:
         self.sync_id = sync_id
-        self.state = SyncState(version, require_engine)
+        self.state = SyncState(version)
         self.opened: OpenedSync | None = None
         self.begun_at = time.monotonic()
         self.started = asyncio.Event()

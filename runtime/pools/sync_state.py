@@ -7,8 +7,7 @@ actions are below the class.
                                                                                    v
     CLOSED <──all serve── COMMITTING <──all verified, ranks released── VERIFYING <────┘
 
-    any state before COMMITTING ──Aborted, LeaseExpired, no engine left──> ABORTING ──> CLOSED
-    COMMITTING ──no engine left──> CLOSED
+    any state before COMMITTING ──Aborted, LeaseExpired──> ABORTING ──> CLOSED
 
 Ranks begin while engines get ready, unless the transport connects them with each other: then they
 begin when all engines are ready, and an engine that serves is paused when its node has everything.
@@ -65,16 +64,14 @@ class SyncStep(StrEnum):
 
 
 class SyncState:
-    """One sync of one version. `require_engine` fails it when no engine is left; else the version
-    is committed for later engines."""
+    """One sync of one version. If no engine is left, it is committed for later engines."""
 
-    def __init__(self, version: int, require_engine: bool = True) -> None:
+    def __init__(self, version: int) -> None:
         self.version = version
         self.phase = Phase.GATHERING
         self.manifest: Manifest | None = None
         self.network_nbytes = 0
         self.failed: dict[str, str] = {}
-        self._require_engine = require_engine
         self._checksums: dict[tuple[int, int], int | None] = {}  # by region: offset and nbytes
         self._world_size = 0
         self._joined: dict[int, SyncBegin] = {}
@@ -234,8 +231,6 @@ class SyncState:
 
     def _advance(self) -> list[Action]:
         """Moves to the next phases as far as known progress allows."""
-        if self._require_engine and not self._engines and self.phase < Phase.ABORTING:
-            return self._abort_without_engines()
         are_done = not any(self._engines.values())
         match self.phase:
             case Phase.TRANSFERRING if not self._is_granted:
@@ -261,14 +256,6 @@ class SyncState:
     def _ask_all(self, step: SyncStep) -> list[Action]:
         self._engines = dict.fromkeys(self._engines, step)
         return [Ask(engine, step) for engine in self._engines]
-
-    def _abort_without_engines(self) -> list[Action]:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in self.failed.items())
-        reason = f"no engine is left for version {self.version}: {reasons or 'none can take part'}"
-        if self.phase == Phase.COMMITTING:
-            self.phase = Phase.CLOSED
-            return [FailRanks(reason), Close()]
-        return self._abort(reason)
 
     def _abort(self, reason: str) -> list[Action]:
         if self.phase >= Phase.COMMITTING:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -130,7 +130,6 @@ def wire_manifest(
     wire_dtype: torch.dtype | None = None,
     *,
     aliases: Mapping[str, str] | None = None,
-    keep_dtype: Collection[str] = (),
     lora: LoraSpec | None = None,
 ) -> Manifest:
     """The layout, which every rank derives identically from global names, shapes and dtypes.
@@ -139,7 +138,6 @@ def wire_manifest(
         tensors: as a `WeightPublisher` gets them.
         wire_dtype: floating-point tensors travel in this dtype; None keeps each tensor's own.
         aliases: other name -> name in `tensors` for tied parameters; None finds them by storage.
-        keep_dtype: names exempt from `wire_dtype`, such as rotary frequencies.
         lora: the tensors are the matrices of this LoRA adapter, under PEFT's names. They go to
             engines that keep the weights of the model and apply the adapter to every request.
     """
@@ -148,7 +146,7 @@ def wire_manifest(
     def dtype_on_wire(name: str, tensor: Tensor) -> torch.dtype:
         # One-byte floats are codes of a quantised format: a conversion would change their meaning.
         is_cast = tensor.is_floating_point() and tensor.dtype.itemsize > 1
-        if wire_dtype is None or not is_cast or name in keep_dtype:
+        if wire_dtype is None or not is_cast:
             return tensor.dtype
         return wire_dtype
 

@@ -56,8 +56,9 @@ class RankOffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutOrder:
-    """Inputs of a sync's layout. Engines' indices are their numbers in the sync. Ranks may keep
-    sent bytes (`keeps_sent`) so that a later sync can send their changes (`sends_deltas`)."""
+    """Inputs of a sync's layout. An engine's number in the sync is its index in `engines`. With
+    `keeps_sent`, ranks keep the bytes that they send, and a later sync can send the changes alone
+    (`sends_deltas`)."""
 
     manifest: Manifest
     bucket_nbytes: int

@@ -78,16 +78,16 @@ class Dispatcher:
     """Assigns turns to engines and applies the tokens that they return.
 
     Args:
-        on_failure: called for a turn without `on_error`, with an error that no engine would heal.
+        on_failure: called with the error of a turn that failed for good and has no `on_error`.
         recorder: receives the tokens of recorded trajectories (`uid` not -1).
         on_work: called whenever `has_work` may have changed.
 
     Attributes:
         stop_texts: end all turns; set before the first one.
         num_generated: tokens that engines generated for trajectories, also for held-out ones.
-        counters: failures so far. "lost_tokens" counts tokens that engines made and no sample has:
-            late ones, missing ones, those behind a gap, and those that agent loops discarded, but
-            not the last tick of an engine that was killed.
+        counters: failures so far. "lost_tokens" counts tokens that engines generated and no sample
+            has: late or missing tokens, tokens behind a gap, and tokens that agent loops discarded.
+            It leaves out the last tick of an engine that was killed.
     """
 
     def __init__(

@@ -189,14 +189,14 @@ class Fleet:
 
 
 class EngineLink:
-    """Carries turns of the dispatcher to one engine; the one consumer of its `deltas` stream. The
-    link ends if a serving engine that has work is silent for `delta_timeout_s`. With `must_greet`,
-    the engine gets no work before it has sent something, because it was lost before.
+    """Carries the dispatcher's turns to one engine, and reads its `deltas` stream. The link ends if
+    a serving engine that has work is silent for `delta_timeout_s`. `must_greet` is for an engine
+    that was lost before: it gets no work before it has sent something.
 
         Dispatcher --send--> outgoing --submit()--> engine
             ^------------------ deltas() -------------|
 
-    Pure transport: the dispatcher decides what is in flight and what becomes of it.
+    The dispatcher decides which requests go out, and what follows when they fail.
     """
 
     def __init__(

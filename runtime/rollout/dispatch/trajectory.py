@@ -267,15 +267,16 @@ class Turn:
         on_end: called once, with "stop" or "length"; never after `Dispatcher.cancel`.
         lora: name of the pool's adapter to generate with; "" for the model as it is.
         forced: the tokens from `start` on, if they are given and their logprobs wanted; else None.
-        on_error: called instead of `on_end`, with an error that no other engine would heal. With
-            None, the owner of the dispatcher gets the error.
-        request_id: of the attempt in progress; a new one for each tells late deltas apart.
+        on_error: called instead of `on_end` if the turn fails for good; None: the dispatcher's
+            owner gets the error.
+        request_id: of the attempt in progress. Each attempt has a new one, so that late deltas of
+            an earlier attempt are recognised.
         charged: tokens that the router was charged for the attempt.
         engine: has the attempt in progress; None while there is none.
         row: of the attempt in the dispatcher's `TokenStore`.
         has_grown: the last attempt brought tokens.
         num_errors: attempts that engines failed since the last token.
-        is_cancelled: `Dispatcher.cancel` was called with it, maybe from a callback of another turn.
+        is_cancelled: the turn was given to `Dispatcher.cancel`, maybe by another turn's callback.
     """
 
     trajectory: Trajectory

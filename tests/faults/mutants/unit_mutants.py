@@ -16,9 +16,13 @@ def _pytest(*tests: str) -> Sequence[str]:
 _BACKOFF: Final = _pytest("unit/runtime/test_restart.py")
 _SYNCS: Final = _pytest(
     "unit/weights/test_transfer.py::test_corruption_after_the_copy_is_found",
-    "unit/weights/test_transfer.py::test_corruption_in_every_engine_fails_the_sync",
+    "unit/weights/test_transfer.py::test_a_version_that_is_corrupted_in_every_engine_waits_for_their_successors",
     "unit/weights/test_sync_failures.py::test_a_rank_that_gives_up_fails_the_others",
     "unit/weights/test_sync_failures.py::test_a_rank_that_never_fills_ends_the_sync_by_its_lease",
+)
+_LATER_RANKS: Final = _pytest(
+    "unit/weights/test_sync_failures.py"
+    "::test_a_rank_that_publishes_while_engines_commit_begins_the_next_sync"
 )
 _SYNC_STATE: Final = _pytest("unit/weights/test_sync_state.py")
 _DELTAS: Final = _pytest(
@@ -166,14 +170,14 @@ _SYNC_MUTANTS: Final[Sequence[Mutant]] = (
         command=_SYNCS,
         says=r"assert \['broken', 'sound'\] == \['sound'\]",
     ),
-    # The version is committed although the last engine failed.
+    # A rank joins a sync whose engines commit already, and is never answered.
     Mutant(
-        name="version on no engine",
-        path="runtime/pools/sync_state.py",
-        old="not self._engines and self.phase < Phase.ABORTING:",
-        new="not self._engines and self.phase < Phase.VERIFYING:",
-        command=_SYNCS,
-        says=r"FAILED .*test_corruption_in_every_engine_fails_the_sync",
+        name="joined too late",
+        path="runtime/pools/sync_coordinator.py",
+        old="self._current.state.phase >= Phase.COMMITTING:",
+        new="self._current.state.phase > Phase.COMMITTING:",
+        command=_LATER_RANKS,
+        says=r"FAILED .*test_a_rank_that_publishes_while_engines_commit_begins_the_next_sync",
     ),
     # An engine serves a version that it has not read to the end.
     Mutant(

@@ -11,17 +11,18 @@ from contextlib import asynccontextmanager, contextmanager
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from ipc_rank import DEVICE
-from local_images import LocalImages
+from local_images import LocalImages, StrictCoordinator
 from torch import Tensor
 
 from umbra.engines.embedded.weight_receiver import WeightReceiver
 from umbra.runtime.cluster.socket_dir import FD_SOCKET
 from umbra.runtime.engine_api.lifecycle import EngineLifecycle, EngineState
 from umbra.runtime.errors import UmbraError
+from umbra.runtime.pools.pool_engine import PoolEngine
 from umbra.runtime.pools.pool_spec import SyncSettings
 from umbra.runtime.pools.sync_coordinator import SyncCoordinator
 from umbra.runtime.weights.exports.exported_image import MakeOpener
@@ -142,10 +143,10 @@ async def pool_of(
     given: dict[str, Any] = {"verify_every": 1}
     async with serve_fds(path) as server, asyncio.TaskGroup() as tasks:
         images = LocalImages(server)
-        coordinator = SyncCoordinator(
-            *("pool", lambda: [engine], server, images, SyncSettings(**(given | settings))),
-            require_engine=True,
-        )
+        coordinator = StrictCoordinator(
+            "pool", lambda: [cast("PoolEngine", engine)], server, images,
+            SyncSettings(**(given | settings)),
+        )  # fmt: skip
         running = tasks.create_task(coordinator.run())
         try:
             yield coordinator

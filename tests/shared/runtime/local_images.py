@@ -6,8 +6,11 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
+from umbra.runtime.errors import WeightSyncError
+from umbra.runtime.pools.sync_coordinator import SyncCoordinator
 from umbra.runtime.weights.image.fd_server import FdServer
 from umbra.runtime.weights.image.image_memory import ImageOrder, NodeImages
+from umbra.runtime.weights.sync_messages import SyncAnswer, SyncCall, SyncReport
 
 
 class LocalImages:
@@ -28,3 +31,15 @@ class LocalImages:
     def close(self) -> None:
         for node in self._nodes.values():
             node.close()
+
+
+class StrictCoordinator(SyncCoordinator):
+    """Fails ranks whose version has reached no engine, although some took part."""
+
+    async def answer(self, message: SyncCall) -> SyncAnswer:
+        answer = await super().answer(message)
+        if isinstance(answer, SyncReport) and answer.failed and not answer.engines:
+            raise WeightSyncError(
+                f"no engine is left for version {answer.version}: {answer.failed}"
+            )
+        return answer

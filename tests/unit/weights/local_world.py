@@ -16,7 +16,7 @@ from typing import Any, Final, Self, cast
 
 import pytest
 import torch
-from local_images import LocalImages
+from local_images import LocalImages, StrictCoordinator
 from torch import Tensor
 
 from umbra.engines.embedded.weight_receiver import WeightReceiver
@@ -236,10 +236,9 @@ async def coordinated(
         path = str(Path(folder) / "fds")
         async with serve_fds(path) as server, asyncio.TaskGroup() as tasks:
             images = LocalImages(server)
-            coordinator = SyncCoordinator(
-                *("pool", lambda: cast("Sequence[PoolEngine]", engines), server, images, settings),
-                require_engine=require_engine,
-            )
+            kind = StrictCoordinator if require_engine else SyncCoordinator
+            in_pool = cast("Sequence[PoolEngine]", engines)
+            coordinator = kind("pool", lambda: in_pool, server, images, settings)
             running = tasks.create_task(coordinator.run())
             try:
                 yield coordinator, images

@@ -411,10 +411,13 @@ def test_a_rank_that_publishes_while_engines_commit_begins_the_next_sync(
 
     async def begin(message: SyncCall) -> SyncAnswer:
         await engine.hanging.wait()
-        async with asyncio.TaskGroup() as tasks:
-            answering = tasks.create_task(supervisor.coordinator.answer(message))
-            await asyncio.sleep(0)
-            has_begun.set()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                answering = tasks.create_task(supervisor.coordinator.answer(message))
+                await asyncio.sleep(0)
+                has_begun.set()
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
         return answering.result()
 
     class LaterRank(LocalSupervisor):

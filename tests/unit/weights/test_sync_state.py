@@ -256,7 +256,7 @@ async def test_a_rank_that_is_cancelled_as_it_is_granted_aborts_the_sync() -> No
         yield SimpleNamespace(engines={}, links=None, progress=SimpleNamespace(abort=list))
 
     host: Any = SimpleNamespace(pool="pool", pause_mode="", open_sync=cancel_rank)
-    run = SyncRun("pool-1", 3, host, require_engine=False)
+    run = SyncRun("pool-1", 3, host)
     async with asyncio.timeout(30.0), asyncio.TaskGroup() as tasks:
         tasks.create_task(run.run())
         await run.started.wait()
