@@ -22,7 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.settings import CREDENTIAL, MASK, annotations_of
 from umbra.trainer.config.setting_rules import refusals
-from umbra.trainer.config.sft_config import SftConfig
+from umbra.trainer.config.sft_config import RL_ONLY, SftConfig
 from umbra.trainer.config.trainer_config import ServeConfig, TrainerConfig
 
 _WORDS: Final = {
@@ -137,27 +137,44 @@ def _unknown_hint(location: tuple[int | str, ...], given: Any, kind: type) -> st
     section: Any = kind
     for part in location[:-1]:
         section = inner_annotation(section, part)
-    key, known = str(location[-1]), list(annotations_of(section))
+    names = [str(part) for part in location]
+    key = names[-1]
+    known = [name for name in annotations_of(section) if _is_used([*names[:-1], name], kind)]
     allowed = f" (allowed: {', '.join(sorted(known))})"
     # An auxiliary pool has settings of its own, whatever other sections and trainers call theirs.
-    elsewhere = _settings(kind) if len(location) <= 2 else {}
+    elsewhere = _settings(kind) if len(names) <= 2 else {}
     found = elsewhere.get(key, [])
-    names = [str(part) for part in location]
-    if elsewhere and (hint := other_trainers_hint(names, given, is_known=bool(found))):
+    if elsewhere and (hint := other_trainers_hint(names, given, kind, is_known=bool(found))):
         return f"; {hint}{allowed}"
     if len(found) != 1:
-        close = difflib.get_close_matches(key, known, n=1)
+        alike = sorted(known, key=lambda name: -_num_shared(key, name))
+        close = [name for name in alike[:1] if _num_shared(key, name)]
+        close = close or difflib.get_close_matches(key, known, n=1)
         similar = difflib.get_close_matches(key, list(elsewhere), n=1, cutoff=_SURE_RATIO)
         found = close or found or [name for near in similar for name in elsewhere[near]]
     hint = f"; did you mean {' or '.join(map(repr, found))}?" if found else ""
     return hint + allowed
 
 
+def _num_shared(one: str, other: str) -> int:
+    """Characters of the shorter name if the other begins or ends with it, as ema_decay with ema."""
+    short, long = sorted((f"_{one}_", f"_{other}_"), key=len)
+    return len(short) if long.startswith(short) or long.endswith(short) else 0
+
+
+def _is_used(names: Sequence[str], kind: type) -> bool:
+    """Whether the training of a kind of config has a use for a setting."""
+    if names[0] not in annotations_of(kind):
+        return False
+    return kind is not SftConfig or names[1] not in RL_ONLY.get(names[0], ())
+
+
 def _settings(kind: type) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name, section in annotations_of(kind).items():
         for field in dataclasses.fields(section) if dataclasses.is_dataclass(section) else ():
-            found.setdefault(field.name, []).append(f"{name}.{field.name}")
+            if _is_used([name, field.name], kind):
+                found.setdefault(field.name, []).append(f"{name}.{field.name}")
     return found
 
 
@@ -360,14 +377,16 @@ def other_names() -> Mapping[str, Mapping[str, str]]:
     return tomllib.loads(path.read_text(encoding="utf-8"))
 
 
-def other_trainers_hint(location: Sequence[str], value: Any, *, is_known: bool = False) -> str:
+def other_trainers_hint(
+    location: Sequence[str], value: Any, kind: type = TrainerConfig, *, is_known: bool = False
+) -> str:
     """The counterpart in umbra of an unknown setting, or "". A table as `value` is a section there,
     such as verl's `actor_rollout_ref`: its settings count. With `is_known`, a section of umbra has
     a setting of the same name, so the name alone does not mean another trainer's."""
     hints: dict[str, None] = {}
     for name in _names(tuple(part.lstrip("+").replace("-", "_") for part in location), value):
         if len(name) > 1 or not is_known:
-            hints[_hint(name) or ("" if is_known else _hint(name[1:]))] = None
+            hints[_hint(name, kind) or ("" if is_known else _hint(name[1:], kind))] = None
     return "; ".join(filter(None, hints))
 
 
@@ -388,7 +407,7 @@ class _Match(NamedTuple):
     answer: str
 
 
-def _hint(name: _Name) -> str:
+def _hint(name: _Name, kind: type) -> str:
     closest: dict[str, _Match] = {}
     for trainer, answers in other_names().items():
         for full, answer in answers.items():
@@ -401,7 +420,7 @@ def _hint(name: _Name) -> str:
         if match.num_shared == num_shared:
             trainers[match.answer].append(trainer)
     return "; ".join(
-        f"{'.'.join(name)!r} of {' and '.join(whose)}: {_worded(answer)}"
+        f"{'.'.join(name)!r} of {' and '.join(whose)}: {_worded(answer, kind)}"
         for answer, whose in trainers.items()
     )
 
@@ -416,9 +435,12 @@ def _match(name: _Name, full: _Name, answer: str) -> _Match | None:
     return None
 
 
-def _worded(answer: str) -> str:
+def _worded(answer: str, kind: type) -> str:
     if not answer:
         return _ABSENT
-    settings = " and ".join(map(repr, answer.removeprefix(_NEAREST).split(", ")))
+    names = answer.removeprefix(_NEAREST).split(", ")
+    settings = " and ".join(map(repr, names))
+    if not all(_is_used(name.split("."), kind) for name in names):
+        return f"only RL training has a use for {settings}: leave it out"
     is_nearest = answer.startswith(_NEAREST)
     return f"not in umbra; nearest is {settings}" if is_nearest else f"use {settings}"

@@ -118,8 +118,9 @@ def recorded_config(run_dir: Path, overrides: Sequence[str] = ()) -> TrainerConf
         model["path"] = local_model(str(folder / model["path"]), with_weights=True)
         reward["python_path"] = [str(folder / each) for each in (*reward["python_path"], "")]
     except (OSError, ValueError, KeyError, TypeError) as error:
+        cause = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
-            f"{place} does not have the settings of a run ({error}): give the folder that a "
+            f"{place} does not have the settings of a run ({cause}): give the folder that a "
             "training run's config calls run.dir"
         ) from error
     return check_config(TrainerConfig, settings, str(place), overrides)

@@ -320,7 +320,7 @@ def finish(
 def closing_lines(summary: Summary) -> list[str]:
     how = f"stopped by {summary.stopped_by} after" if summary.stopped_by else "done:"
     before = f" ({summary.steps_before} of them before this start)" * bool(summary.steps_before)
-    lines = [f"{how} {summary.steps} steps in {summary.wall_s:.1f} s{before}"]
+    lines = [f"{how} {summary.steps} steps in {summary.wall_s:.1f} s with the start{before}"]
     if summary.stopped_by and summary.steps:
         lines.append("to resume, start the same command again with run.resume=auto")
     if summary.accuracy_after is not None:

@@ -37,6 +37,7 @@ from umbra.trainer.checkpoint.trainer_state import TrainerState, read_trainer_st
 from umbra.trainer.config.config_file import check_config
 from umbra.trainer.config.sft_config import SftConfig
 from umbra.trainer.config.trainer_config import RunSection, TrainerConfig
+from umbra.trainer.replay.replay_plan import recorded_config
 from umbra.trainer.reporting.console import ProgressDisplay, format_step
 from umbra.trainer.reporting.fatal_error_report import FatalErrorReporter
 from umbra.trainer.reporting.metrics_loggers import MetricsLog, read_metrics
@@ -486,7 +487,7 @@ def test_a_stopped_run_leaves_a_summary_only(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "summary.json").read_text())["stopped_by"] == "SIGTERM"
     assert not (tmp_path / "report.html").exists()
     assert closing_lines(summary)[:2] == [
-        f"stopped by SIGTERM after 2 steps in {summary.wall_s:.1f} s",
+        f"stopped by SIGTERM after 2 steps in {summary.wall_s:.1f} s with the start",
         "to resume, start the same command again with run.resume=auto",
     ]
 
@@ -498,7 +499,7 @@ def test_steps_of_an_earlier_start_do_not_count_in_the_time_of_this_one(tmp_path
         make_config(tmp_path), journal, steps=44, engine_restarts=0, stopped_by="SIGTERM"
     )
 
-    assert closing_lines(summary)[0].endswith(" s (40 of them before this start)")
+    assert closing_lines(summary)[0].endswith(" s with the start (40 of them before this start)")
     assert json.loads((tmp_path / "summary.json").read_text())["steps_before"] == 40
 
 
@@ -918,3 +919,9 @@ def test_files_are_replaced_whole(tmp_path: Path) -> None:
 
 def test_the_age_of_this_process_is_known() -> None:
     assert 0 < process_age_s() < 3600 * 24
+
+
+def test_a_folder_without_a_run_is_no_folder_to_replay(tmp_path: Path) -> None:
+    said = r"settings\.json does not have the settings of a run \(No such file or directory\): give"
+    with pytest.raises(ConfigError, match=said):
+        recorded_config(tmp_path)

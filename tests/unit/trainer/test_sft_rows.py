@@ -303,6 +303,9 @@ def config(*overrides: str, **sections: Any) -> SftConfig:
         ("sft.loss_on=first", "(command line): input should be 'all' or 'last', got 'first'"),
         ("train.epochs=2", "train.steps = 10 and train.epochs = 2.0: "),
         ("train.max_length=9", "'max_length' of TRL: use 'sft.max_len'"),
+        ("train.beta=0.1", "'beta' of TRL: only RL training has a use for 'train.kl_coef': leave"),
+        ("train.num_generations=4", "only RL training has a use for 'rollout.group_size'"),
+        ("train.kl_coeff=1", "train.kl_coeff is unknown (allowed: activation_checkpointing, betas"),
     ],
 )
 def test_a_setting_that_would_have_no_effect_is_refused(override: str, words: str) -> None:

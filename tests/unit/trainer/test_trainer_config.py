@@ -362,6 +362,8 @@ def test_errors_of_file_and_command_line_name_their_source(tmp_path: Path) -> No
         ("rollout.learning_rates=1", ["is unknown; did you mean 'train.learning_rate'?"]),
         ("rollout.device=cpu", ["did you mean 'pool.device' or 'train.device'?"]),
         ("pool.timeout_s=1", ["pool.timeout_s is unknown; did you mean 'sync_timeout_s'?"]),
+        ("train.ema_decay=0.9", ["train.ema_decay is unknown; did you mean 'ema'?"]),
+        ("pools.judge.path=x", ["pools.judge.path is unknown; did you mean 'model_path'?"]),
         ("train.colour=1", ["train.colour is unknown (allowed: "]),
         ("model.dytpe=float32", ["model.dytpe is unknown", "did you mean 'dtype'", "allowed:"]),
         ("train.steps=many", ["train.steps", "integer", "'many'"]),
