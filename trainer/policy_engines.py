@@ -165,6 +165,11 @@ class PolicyEngines:
         )
         return None if any_rank(columns is None) else columns
 
+    def begin_evaluation(self, step: int) -> None:
+        """Has the held-out prompts generated beside batches, for `evaluate`."""
+        if self._mesh.is_lead:
+            self.rollouts.begin_evaluation(step, self._config.eval.temperature)
+
     def evaluate(self, step: int) -> Mapping[str, Any] | None:
         """Scores of the held-out prompts; None if a signal ended the wait of this rank."""
         config = self._config

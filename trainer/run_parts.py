@@ -74,6 +74,7 @@ class TrainingRun:
     _reporter: RunReporter
     _forecast: StopForecast
     _best: BestCheckpoint | None
+    _evaluating: tuple[int, int] | None  # step and version of the evaluation beside training
     _train_step: TrainStep
 
     def __init__(
@@ -207,7 +208,7 @@ class TrainingRun:
         if is_lead:
             stack.push(self._announce_failure)  # before closing loggers, which may wait for servers
         self._forecast = StopForecast(self.step, train.shutdown_grace_s, self._display.note)
-        self._best = None
+        self._best = self._evaluating = None
         if train.keep_best_by is not None and is_lead:
             rows = read_metrics(self._run_dir.metrics)
             self._best = BestCheckpoint(
@@ -244,8 +245,20 @@ class TrainingRun:
     def evaluate_if_due(self) -> None:
         train = self.config.train
         is_first = self.step == self._first_step and train.eval_at_start
-        if is_first or (self.step and self._is_due(train.eval_every)):
-            self._evaluate()
+        is_due = is_first or (self.step > 0 and self._is_due(train.eval_every))
+        self._end_evaluation(waits=is_due)
+        if is_due and train.eval_beside and self.config.data.eval is not None:
+            self._engines.begin_evaluation(self.step)
+            self._evaluating = self.step, self._engines.versions.current
+        elif is_due:
+            self._evaluate(self.step)
+
+    def _end_evaluation(self, *, waits: bool) -> None:
+        """Reports the evaluation beside training, if there is one, as soon as it is done."""
+        begun, rollouts = self._evaluating, self._engines.rollouts
+        if begun and (waits or from_lead(self._mesh, rollouts.is_evaluated)):
+            self._evaluating = None
+            self._evaluate(*begun)
 
     def next_batch(self) -> TrainBatch | None:
         """This rank's part of the next batch; None if the ranks agreed to stop instead."""
@@ -336,24 +349,26 @@ class TrainingRun:
     def evaluate_at_end(self) -> None:
         """Evaluates the last weights."""
         self.save()  # first, because the evaluation may choose it as the best
+        self._end_evaluation(waits=True)
         if self.publish():
-            self._evaluate(is_last=True)
+            self._evaluate(self.step, is_last=True)
         self._engines.sleep_if_awake()  # for the export
 
-    def _evaluate(self, *, is_last: bool = False) -> None:
-        """Scores the held-out prompts; a signal ends it without a result."""
+    def _evaluate(self, step: int, version: int | None = None, *, is_last: bool = False) -> None:
+        """Scores the held-out prompts; a signal ends it without a result. `version` is of the
+        weights after `step` steps, if engines may have had later ones meanwhile."""
         if self.config.data.eval is None:
             return
         evaluating = self._display.activity(
-            f"evaluating after step {self.step}",
+            f"evaluating after step {step}",
             unit="completions",
             ask=self._engines.rollouts.evaluation_progress,
         )
-        with span("evaluate", step=self.step), evaluating:
-            result = self._engines.evaluate(self.step)
+        with span("evaluate", step=step), evaluating:
+            result = self._engines.evaluate(step)
         if result is None:
             return
-        row = self._reporter.evaluated(self.step, result, is_last=is_last)
+        row = self._reporter.evaluated(step, result, version, is_last=is_last)
         if self.config.train.keep_best_by is not None:
             self._checkpoints.finish()  # the evaluation's may be in progress
         if self._best and self._best.evaluated(self._checkpoints.path(self.step), row):

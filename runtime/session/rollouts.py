@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 from umbra.runtime.errors import DeadlineExceeded, ProtocolError, RemoteError
@@ -86,6 +87,18 @@ class Rollouts:
     ) -> Mapping[str, Any]:
         """Scores of the held-out prompts; like `next_batch`. See `RolloutManager.evaluate`."""
         return self._collect("evaluate", "eval", (step, temperature), serve_sync, timeout_s)
+
+    def begin_evaluation(self, step: int, temperature: float) -> None:
+        """Has the answer of `evaluate` generated beside batches. One rank calls it."""
+        self._manager.call("begin_evaluation", step, temperature, timeout_s=_LEDGER_TIMEOUT_S)
+
+    def is_evaluated(self) -> bool:
+        """Whether `evaluate` need not wait for what `begin_evaluation` began; true, too, if a
+        manager that was killed has forgotten it."""
+        with suppress(DeadlineExceeded):
+            evaluation = self._stats()["evaluation"]
+            return evaluation is None or evaluation["groups_scored"] == evaluation["groups"]
+        return False
 
     def batch_progress(self) -> tuple[int, int]:
         """Scored prompts of the next batch, of all. Thread-safe."""

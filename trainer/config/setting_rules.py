@@ -492,6 +492,18 @@ RULES: Final = (
         "'none', or pool.mode to 'hybrid'",
     ),
     # evaluations
+    Rule(
+        "error",
+        "train.eval_beside and train.keep_best_by is not None",
+        "the best checkpoint is chosen by its own weights, and engines may have got later ones "
+        "before an evaluation ends: leave one of the two out",
+    ),
+    Rule(
+        "error",
+        "train.eval_beside and pool.mode != 'standalone'",
+        "hybrid engines pause while the trainer computes: set pool.mode to 'standalone', or "
+        "train.eval_beside to false",
+    ),
     *_unused(
         "data.eval is None and not eval.sets",
         "name held-out prompts in data.eval",
@@ -514,7 +526,12 @@ RULES: Final = (
         "greedy completions of a prompt are all the same: set eval.temperature above 0, or "
         "eval.samples to 1",
     ),
-    *_unused("data.eval is None", "name held-out prompts in data.eval", "train.eval_every"),
+    *_unused(
+        "data.eval is None",
+        "name held-out prompts in data.eval",
+        "train.eval_every",
+        "train.eval_beside",
+    ),
     Rule(
         "error",
         "train.keep_best_by is not None and data.eval is None",

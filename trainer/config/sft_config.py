@@ -50,6 +50,7 @@ RL_ONLY: Final[Mapping[str, tuple[str, ...]]] = {
         "entropy_coef",
         "log_entropy",
         "offload",
+        "eval_beside",
         "keep_best_by",
     ),
 }

@@ -471,6 +471,9 @@ class TrainSection(Settings):
         eval_every: Steps between evaluations, which also run at the end and by `eval_at_start`. 0
             means only those.
         eval_at_start: Whether to evaluate before the first step of the run or of a resume, too.
+        eval_beside: Whether a standalone pool evaluates while training continues. The evaluation is
+            logged at its step, although engines may have got later weights before its last token
+            (`eval/later_tokens_share`). Otherwise training waits.
         checkpoint_every: Steps between checkpoints. Fewer lose less work in a crash; 0 means only
             at the end, and a run that begins again needs its whole ledger (`rollout.ledger_gb`).
             Training continues while one is written, from a copy in host memory, and waits only
@@ -531,6 +534,7 @@ class TrainSection(Settings):
     offload: Literal["none", "optimizer", "all"] = "none"
     eval_every: Count = 0
     eval_at_start: bool = True
+    eval_beside: bool = False
     checkpoint_every: Count = 0
     keep_checkpoints: Positive = 2
     keep_best_by: Literal["accuracy", "reward"] | None = None

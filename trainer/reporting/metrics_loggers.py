@@ -257,18 +257,20 @@ class WandbLogger:
         self._run: Any = self._wandb.init(
             dir=str(run.folder), name=run.name, group=run.name, config=dict(run.settings)
         )
+        # An evaluation beside training comes later than its step, and W&B's own only rises.
+        self._run.define_metric("*", step_metric="step")
 
     def close(self, *, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
 
     def write(self, step: int, row: MetricsRow) -> None:
-        self._run.log(dict(row), step=step)
+        self._run.log({"step": step, **row})
 
     def write_samples(self, step: int, samples: Sequence[EvalSample]) -> None:
         columns = [field.name for field in fields(EvalSample)]
         rows = [[getattr(sample, name) for name in columns] for sample in samples]
         table = self._wandb.Table(columns=columns, data=rows)
-        self._run.log({"eval/samples": table}, step=step)
+        self._run.log({"step": step, "eval/samples": table})
 
 
 class MetricsLog:

@@ -197,8 +197,11 @@ class RunReporter:
             self._warned_of.add(what)
             self._display.note(line)
 
-    def evaluated(self, step: int, result: Mapping[str, Any], *, is_last: bool) -> dict[str, float]:
-        """Logs and shows an evaluation after `step` steps; returns its metrics."""
+    def evaluated(
+        self, step: int, result: Mapping[str, Any], version: int | None = None, *, is_last: bool
+    ) -> dict[str, float]:
+        """Logs and shows an evaluation after `step` steps; returns its metrics. With `version`,
+        that of these weights, they have the share of tokens that later ones generated."""
         accuracy = float(result["accuracy"])
         low, high = result["accuracy_interval"]
         if self.accuracy_before is None and self._config.train.eval_at_start:
@@ -211,6 +214,9 @@ class RunReporter:
             "eval/completion_len_mean": float(result["completion_len_mean"]),
             **{f"eval/pass_at_{k}": value for k, value in result["pass_at"].items() if k != "1"},
         }
+        if version is not None:
+            later = sum(num for at, num in result["versions"] if at > version)
+            row["eval/later_tokens_share"] = later / max(1, int(result["tokens"]))
         if is_last:
             self.accuracy_after = accuracy
         self._write(step, row)

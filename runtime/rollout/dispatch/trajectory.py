@@ -10,6 +10,7 @@ Letters: P prompt tokens, C completion tokens (generated, and in agent loops als
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -413,3 +414,14 @@ class Group:
         """All rewards that are compared are equal: there is nothing to learn from the group."""
         rows = self.compared_rewards
         return all(len(np.unique(row[~np.isnan(row)])) <= 1 for row in rows)
+
+
+def tokens_by_version(groups: Iterable[Group]) -> Counter[int]:
+    """How many tokens each version of the weights has generated."""
+    found: Counter[int] = Counter()
+    for group in groups:
+        for sample in group.trajectories:
+            for segment in sample.segments():
+                if segment.version != NOT_GENERATED:
+                    found[segment.version] += segment.stop - segment.start
+    return found

@@ -9,7 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from umbra.runtime.rollout.dispatch.trajectory import NOT_GENERATED, Group, Trajectory
+from umbra.runtime.rollout.dispatch.trajectory import (
+    NOT_GENERATED,
+    Group,
+    Trajectory,
+    tokens_by_version,
+)
 from umbra.runtime.rollout.manager.batch_plan import plan_batch
 from umbra.runtime.rollout.manager.evaluation import Evaluation, evaluation_scores, worst_and_best
 from umbra.runtime.rollout.rollout_config import BatchLayout, RolloutConfig
@@ -83,6 +88,7 @@ def evaluation_outcome(evaluation: Evaluation, config: RolloutConfig) -> dict[st
         "completion_len_mean": metrics["completion_len_mean"],
         "truncated_share": metrics["truncated_share"],
         "samples": worst_and_best(evaluation.groups),
+        "versions": sorted(tokens_by_version(evaluation.groups).items()),
     }
 
 

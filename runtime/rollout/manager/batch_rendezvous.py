@@ -143,15 +143,28 @@ class BatchRendezvous:
         return self._batch_answers(groups).of(rank)
 
     def _begin(self, call: CollectiveCall) -> None:
-        """Starts the work for a call. An evaluation that no rank waits for is dropped."""
-        self._drop_evaluation()
+        """Starts the work for a call. An evaluation that no rank waits for is dropped, unless it
+        runs beside batches."""
         self._call, self._batch = call, None
         if call.version is not None:
+            if self._evaluation is not None and not self._evaluation.runs_beside:
+                self._drop_evaluation()
             self._flow.learn(call.version, call.step)
             self._flow.advance(call.step)
-            return
-        evaluation = self._evaluation = Evaluation(self._admission.evaluation_groups())
-        for group in evaluation.groups:
+        elif self._evaluation is None or self._evaluation.call != call:
+            self._evaluate(call)
+
+    def begin_evaluation(self, step: int, temperature: float) -> None:
+        """Generates beside batches for an evaluation that all ranks will ask for."""
+        call = CollectiveCall("evaluate", step, temperature)
+        if self.failure is None and (self._evaluation is None or self._evaluation.call != call):
+            self._evaluate(call, runs_beside=True)
+
+    def _evaluate(self, call: CollectiveCall, *, runs_beside: bool = False) -> None:
+        self._drop_evaluation()
+        groups = self._admission.evaluation_groups()
+        self._evaluation = Evaluation(call, groups, runs_beside=runs_beside)
+        for group in groups:
             self._runner.start(group, self._config.eval_sampling(call.temperature), self)
 
     def restore(self, evaluation: Evaluated | None) -> None:
@@ -172,9 +185,9 @@ class BatchRendezvous:
             self.answer()
 
     def on_failed(self, group: Group, error: UmbraError) -> None:
-        assert self._call is not None, group.group_id
+        assert self._evaluation is not None, group.group_id
         message = (
-            f"the evaluation after step {self._call.step} failed, and with it the run "
+            f"the evaluation after step {self._evaluation.call.step} failed, and with it the run "
             f"(rollout.max_failed_share only covers prompts that are trained on): {error}; "
             f"logs/{self._context.name}.log has the earlier failures"
         )

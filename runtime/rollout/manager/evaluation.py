@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from umbra.runtime.rollout.dispatch.trajectory import Group, Trajectory
+from umbra.runtime.rollout.manager.rank_rendezvous import CollectiveCall
 from umbra.runtime.rollout.rollout_config import RolloutConfig
 
 _Z: Final = 1.959964
@@ -22,9 +23,14 @@ _MAX_TOKENS: Final = 1024
 
 
 class Evaluation:
-    """A fixed set of groups, and how many of them are not scored yet."""
+    """The groups of an evaluation that ranks ask for by `call`, and how many of them are not scored
+    yet. Until the ranks ask, one that `runs_beside` batches continues."""
 
-    def __init__(self, groups: Sequence[Group]) -> None:
+    def __init__(
+        self, call: CollectiveCall, groups: Sequence[Group], *, runs_beside: bool = False
+    ) -> None:
+        self.call = call
+        self.runs_beside = runs_beside
         self.groups = groups
         self.gen_s = 0.0
         self._num_unscored = len(groups)

@@ -191,9 +191,18 @@ class RolloutManager:
     async def evaluate(self, rank: int, step: int, temperature: float = 0.0) -> dict[str, Any]:
         """Generates and scores every held-out prompt; collective like `next_batch`. Returns
         {"kind": "sync_wanted", ...}, or {"kind": "eval", "tokens", "gen_s",
-        "completion_len_mean", "truncated_share", "samples", ...} with `evaluation_scores` and a
-        few of the worst and the best samples."""
+        "completion_len_mean", "truncated_share", "versions", "samples", ...} with
+        `evaluation_scores`, [version, generated tokens] of each version, and a few of the worst and
+        the best samples."""
         return await self._join(rank, CollectiveCall("evaluate", step, temperature))
+
+    @idempotent
+    async def begin_evaluation(self, step: int, temperature: float = 0.0) -> None:
+        """Begins what `evaluate` will return, beside batches and under the weights that engines
+        have or get meanwhile. One rank calls it. A manager that dies forgets it."""
+        await self._ensure_recovered()
+        self._called.set()
+        self._rendezvous.begin_evaluation(step, temperature)
 
     async def _join(self, rank: int, wanted: CollectiveCall) -> dict[str, Any]:
         await self._ensure_recovered()

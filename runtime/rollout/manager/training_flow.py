@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from umbra.runtime.errors import RewardError, RolloutError, UmbraError
 from umbra.runtime.rollout.dispatch.dispatcher import Dispatcher
-from umbra.runtime.rollout.dispatch.trajectory import NOT_GENERATED, Group
+from umbra.runtime.rollout.dispatch.trajectory import NOT_GENERATED, Group, tokens_by_version
 from umbra.runtime.rollout.ledger.recorder import Recorder
 from umbra.runtime.rollout.manager.admission import Admission
 from umbra.runtime.rollout.manager.dropped_groups import FailedGroups, ZeroVarianceGroups
@@ -211,12 +211,8 @@ class TrainingFlow:
     def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
         """Metrics of a batch at its delivery. Ages are of tokens, in optimizer steps."""
         ages: Counter[int] = Counter()
-        for group in groups:
-            for sample in group.trajectories:
-                for segment in sample.segments():
-                    if segment.version != NOT_GENERATED:
-                        age = self._step - self.versions.step_of(segment.version)
-                        ages[age] += segment.stop - segment.start
+        for version, num_tokens in tokens_by_version(groups).items():
+            ages[self._step - self.versions.step_of(version)] += num_tokens
         staleness: dict[str, float] = {}
         if num_tokens := ages.total():
             staleness = {

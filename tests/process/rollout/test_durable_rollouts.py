@@ -19,6 +19,7 @@ from test_live_rollouts import expected_completions, pause_again_and_again
 from umbra.runtime.errors import DeadlineExceeded, LedgerError
 from umbra.runtime.rollout.ledger.ledger_history import read_history
 from umbra.runtime.rollout.ledger.sample_accounts import SampleState
+from umbra.runtime.session.rollouts import Rollouts
 from umbra.runtime.session.session import Session
 from umbra.runtime.session.weight_publisher import WeightPublisher
 
@@ -122,6 +123,24 @@ def test_a_rank_that_lost_its_answer_gets_it_alone(umbra_session: Session, tmp_p
         live.signal("rollouts", signal.SIGKILL)  # the ledger has its state
     evaluation = live.evaluate(0)
     assert lost(1, "evaluate", 0) == evaluation[1]
+
+
+def test_an_evaluation_beside_batches_that_a_killed_manager_had_begun_is_made_when_ranks_ask(
+    umbra_session: Session, tmp_path: Path
+) -> None:
+    live = LiveRollouts(umbra_session, tmp_path, engine={"tokens_per_s": 60.0})
+    rollouts = Rollouts(umbra_session, "rollouts")
+    live.announce(0, 0)
+    live.publish(0)
+    rollouts.begin_evaluation(0, 0.0)
+    assert not rollouts.is_evaluated()
+
+    live.replace_manager()
+
+    assert rollouts.is_evaluated()
+    one, other = live.evaluate(0)
+    assert one == other
+    assert one["tokens"] == 8 * 64
 
 
 def test_an_evaluation_that_some_ranks_lack_is_given_to_them_by_the_next_manager(

@@ -167,6 +167,29 @@ def test_held_out_prompts_are_scored_greedily(umbra_session: Session, tmp_path: 
 
 
 @pytest.mark.slow
+def test_an_evaluation_beside_batches_continues_under_later_weights_until_ranks_ask_for_it(
+    umbra_session: Session, tmp_path: Path
+) -> None:
+    live = LiveRollouts(umbra_session, tmp_path, engine={"tokens_per_s": 60.0})
+    rollouts = Rollouts(umbra_session, "rollouts")
+    live.publish(1)
+
+    for _ in range(2):
+        rollouts.begin_evaluation(0, 0.0)
+    begun = rollouts.is_evaluated()
+    with while_generating(live, 100, lambda: live.publish(2)):
+        live.next_batch(0)
+    one, other = live.evaluate(0)
+
+    assert not begun
+    assert one == other
+    tokens = dict(one["versions"])
+    assert sorted(tokens) == [1, 2]
+    assert sum(tokens.values()) == one["tokens"] == 8 * 64
+    assert rollouts.is_evaluated()
+
+
+@pytest.mark.slow
 def test_a_bad_reward_fails_every_rank_in_this_step_and_later(
     umbra_session: Session, tmp_path: Path
 ) -> None:

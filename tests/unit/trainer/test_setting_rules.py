@@ -55,6 +55,8 @@ model.lora.rank=8 pool.lora_adapters.a=b -> model.lora.rank pool.lora_adapters
 train.loss_args.tau=2 -> train.loss train.loss_args
 train.loss=sapo train.loss_args.tau_positive=high -> train.loss train.loss_args
 train.keep_best_by=reward -> train.keep_best_by data.eval
+train.eval_beside=true -> train.eval_beside pool.mode
+train.eval_beside=true train.keep_best_by=reward -> train.eval_beside train.keep_best_by
 """)
 QUESTIONABLE = cases("""
 rollout.max_staleness=2 train.loss=decoupled -> rollout.max_staleness pool.mode
@@ -126,6 +128,7 @@ eval.top_k=9 data.eval=e.jsonl -> eval.top_k eval.temperature
 eval.max_new_tokens=9 -> eval.max_new_tokens data.eval eval.sets
 data.eval_limit=9 -> data.eval_limit data.eval eval.sets
 train.eval_every=5 -> train.eval_every data.eval
+train.eval_beside=true pool.mode=standalone -> train.eval_beside data.eval
 train.keep_best_by=reward data.eval=eval.jsonl -> train.keep_best_by train.eval_every
 data.format=chat data.prompt_column=question -> data.prompt_column data.format
 data.format=text data.messages_column=chat -> data.messages_column data.format
@@ -151,6 +154,7 @@ MEANT = [
     "data.eval=eval.jsonl train.eval_every=5 train.keep_best_by=reward eval.max_new_tokens=9",
     "eval.samples=4 eval.temperature=1.0 eval.sets.easy=easy.jsonl",
     "data.eval=eval.jsonl data.eval_limit=9 train.eval_every=5",
+    "data.eval=eval.jsonl train.eval_every=5 train.eval_beside=true pool.mode=standalone",
     "train.teacher_kl_coef=0.1 pools.teacher.model_path=models/large",
     "train.teacher_kl_coef=0.1 data.teacher_template={prompt}{successful_completion}",
     "train.advantage=none train.teacher_kl_coef=1 pools.teacher.model_path=models/large "
