@@ -142,7 +142,7 @@ class EnginePool:
         if actor.state == ActorState.RUNNING and self._freed is not None:
             freed = self._freed
             self._move(engine, lambda: self._put_to_sleep(engine, *freed))
-        self._signal_moved()
+        self._moved.set()
 
     def _on_follower_change(self, follower: ActorProcess) -> None:
         """Kills the engine once when a follower ends: it may be back before the follower."""
@@ -192,7 +192,7 @@ class EnginePool:
     def _on_engine_change(self, engine: PoolEngine) -> None:
         state = engine.describe()
         logger.debug("%s#%d is %s", engine.name, engine.incarnation, engine.lifecycle)
-        self._signal_moved()
+        self._moved.set()
         if (
             engine.state == EngineState.SERVING
             and engine.incarnation > 1
@@ -342,9 +342,6 @@ class EnginePool:
             if is_so(engine):
                 engine.kill(reason)
 
-    def _signal_moved(self) -> None:
-        self._moved.set()
-
     async def _after_sync(self, timeout_s: float) -> None:
         """Waits: a rank may have a sync's outcome a moment before the sync is settled."""
         try:
@@ -390,7 +387,7 @@ class EnginePool:
         else:
             return
         finally:
-            self._signal_moved()
+            self._moved.set()
         if engine.incarnation == incarnation and engine.state != EngineState.DEAD:
             engine.kill(reason)
 

@@ -11,12 +11,13 @@ while the caller has granted credits. CANCEL, a lost caller and shutdown cancel 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import itertools
 import logging
 import math
 import traceback
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Sequence
 from types import AsyncGeneratorType, CoroutineType
 from typing import Any, Final, TypeVar, cast
 
@@ -53,6 +54,7 @@ _IDLE_PEER_CHECKS: Final = 30
 # Concurrent calls of one caller. A caller that has more in flight has a bug.
 _MAX_CALLS_PER_PEER: Final = 100_000
 _TRACEBACK_MAX_CHARS: Final = 16_000
+_OVER: Final = object()  # stands for the end of a stream
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -299,38 +301,26 @@ class ActorServer:
         running.task.add_done_callback(on_done)
 
     async def _finish(self, peer: _Peer, call_id: int, outcome: Coroutine[Any, Any, Any]) -> None:
-        try:
-            value = await outcome
-        except asyncio.CancelledError as error:
-            if _is_being_cancelled():
-                raise
-            _put_error(peer.outbox, call_id, error)
-        except Exception as error:  # noqa: BLE001 -- the callee's error belongs to the caller
-            _put_error(peer.outbox, call_id, error)
-        else:
-            _put_result(peer.outbox, (RESULT, call_id, value), call_id)
+        with _sending_errors(peer.outbox, call_id):
+            _put_result(peer.outbox, (RESULT, call_id, await outcome), call_id)
 
     async def _stream(
         self, peer: _Peer, call_id: int, running: _Running, items: AsyncGenerator[Any, Any]
     ) -> None:
         assert running.credit_added is not None
         try:
-            while True:
-                while running.credits <= 0:
-                    running.credit_added.clear()
-                    await running.credit_added.wait()
-                running.credits -= 1
-                item = await anext(items)
-                if not _put_result(peer.outbox, (ITEM, call_id, item), call_id):
-                    return
-        except StopAsyncIteration:
-            peer.outbox.put((END, call_id))
-        except asyncio.CancelledError as error:
-            if _is_being_cancelled():
-                raise
-            _put_error(peer.outbox, call_id, error)
-        except Exception as error:  # noqa: BLE001 -- the callee's error belongs to the caller
-            _put_error(peer.outbox, call_id, error)
+            with _sending_errors(peer.outbox, call_id):
+                while True:
+                    while running.credits <= 0:
+                        running.credit_added.clear()
+                        await running.credit_added.wait()
+                    running.credits -= 1
+                    item = await anext(items, _OVER)
+                    if item is _OVER:
+                        peer.outbox.put((END, call_id))
+                        return
+                    if not _put_result(peer.outbox, (ITEM, call_id, item), call_id):
+                        return
         finally:
             try:
                 await items.aclose()
@@ -338,10 +328,16 @@ class ActorServer:
                 logger.exception("a stream's clean-up failed")
 
 
-def _is_being_cancelled() -> bool:
-    """Whether somebody cancelled this task; else the callee itself raised CancelledError."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
+@contextlib.contextmanager
+def _sending_errors(outbox: Outbox, call_id: int) -> Generator[None]:
+    """Answers a call with the error that its method raises."""
+    try:
+        yield
+    except (Exception, asyncio.CancelledError) as error:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise  # by somebody else than the method itself
+        _put_error(outbox, call_id, error)
 
 
 def _put_result(outbox: Outbox, envelope: tuple[Any, ...], call_id: int) -> bool:

@@ -19,7 +19,7 @@ import time
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Generic, Protocol, TypeVar, cast
 
 from umbra.runtime.engine_api.transports import TransportName
@@ -98,17 +98,12 @@ class SyncReport:
     resume_s: float
 
     def joined(self, later: SyncReport) -> SyncReport:
-        return SyncReport(
-            version=self.version,
-            transport=later.transport,
+        added = ("network_nbytes", "prepare_s", "transfer_s", "verify_s", "resume_s")
+        return replace(
+            later,
             engines={**self.engines, **later.engines},
             failed={**self.failed, **later.failed},
-            remaining=later.remaining,
-            network_nbytes=self.network_nbytes + later.network_nbytes,
-            prepare_s=self.prepare_s + later.prepare_s,
-            transfer_s=self.transfer_s + later.transfer_s,
-            verify_s=self.verify_s + later.verify_s,
-            resume_s=self.resume_s + later.resume_s,
+            **{name: getattr(self, name) + getattr(later, name) for name in added},
         )
 
 
