@@ -168,9 +168,7 @@ class History:
             if stop is not None and number == stop[:2]:
                 part = part._replace(stop=stop.offset)
             for offset, payload in _scan(part, start.offset * (number == start[:2])).frames:
-                if offset == 0:
-                    Header.from_wire(payload, part.path)
-                else:
+                if offset:  # not the header
                     end = offset + ledger_frames.HEAD_NBYTES + len(payload)
                     yield Position(*number, offset), end, zlib.decompress(payload)
 

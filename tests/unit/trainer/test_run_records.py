@@ -18,6 +18,7 @@ from minimal_config import MINIMAL
 
 from umbra.runtime.engine_api.pool_settings import AuxiliaryPoolSettings
 from umbra.runtime.errors import ConfigError, DataError
+from umbra.runtime.reports.run_metrics import last_steps
 from umbra.runtime.terminal_text import format_duration
 from umbra.runtime.text.model_files import read_model_config
 from umbra.runtime.text.model_tokenizer import ModelTokenizer
@@ -114,6 +115,7 @@ def test_metrics_are_one_json_line_a_step(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_replaces_the_steps_it_does_again(tmp_path: Path) -> None:
+    assert last_steps(tmp_path) == []
     with MetricsLog(tmp_path, first_step=1) as log:
         for step in (1, 2, 3):
             log.write(step, {"run": 1.0})
