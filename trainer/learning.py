@@ -19,7 +19,7 @@ from umbra.trainer.data.train_batch import TrainBatch
 from umbra.trainer.logprob_check import LogprobCheck
 from umbra.trainer.model.micro_batches import MicroBatchBuilder
 from umbra.trainer.model.model_loading import load_model
-from umbra.trainer.model.train_model import POLICY, REFERENCE, TrainModel
+from umbra.trainer.model.train_model import CRITIC, POLICY, REFERENCE, TrainModel
 from umbra.trainer.objective import PolicyObjective
 from umbra.trainer.reporting.console import ProgressDisplay
 from umbra.trainer.step import TrainStep
@@ -29,8 +29,8 @@ from umbra.trainer.world.mesh import Mesh, from_lead
 def load_models(
     config: TrainerConfig, mesh: Mesh, display: ProgressDisplay
 ) -> dict[str, TrainModel]:
-    """The policy, and the frozen starting model if a KL term needs it, unless that is the policy
-    without its adapters. Collective."""
+    """The policy, the frozen starting model if a KL term needs it, unless that is the policy
+    without its adapters, and the critic if there is one. Collective."""
     with display.activity("loading the model"):
         policy = load_model(config, mesh.fsdp, trains=True)
     models = {POLICY: policy}
@@ -42,6 +42,9 @@ def load_models(
     if config.train.kl_coef and policy.adapters is None:
         with display.activity("loading the reference model"):
             models[REFERENCE] = load_model(config, mesh.fsdp, trains=False)
+    if config.has_critic:
+        with display.activity("loading the critic"):
+            models[CRITIC] = load_model(config.of_critic, mesh.fsdp, trains=True, is_critic=True)
     return models
 
 
@@ -61,18 +64,21 @@ def make_train_step(
         aggregation=train.loss_aggregation,
         max_new_tokens=config.rollout.max_new_tokens,
         skips_neutral=train.kl_coef == train.entropy_coef == train.teacher_kl_coef == 0.0
-        and train.loss in LOSSES,
+        and train.loss in LOSSES
+        and not config.has_critic,
     )
-    return TrainStep(models, builder, train, PolicyObjective(train, loss), warn, check)
+    critic = config.critic if config.has_critic else None
+    return TrainStep(models, builder, train, PolicyObjective(train, loss), warn, check, critic)
 
 
 def add_advantages(config: TrainerConfig, estimate: AdvantageEstimator, batch: TrainBatch) -> None:
-    """Adds them as a column, from the rewards of whole groups. Collective."""
+    """Adds them as a column, from the rewards of whole groups. With a critic, they are the rewards
+    until `TrainStep` knows the values. Collective."""
     groups = batch.groups
     weights = tuple(config.compared_parts.values()) or (1.0,)
     of_groups = batch_advantages(estimate, groups.rewards, groups.offsets, weights)
     of_samples = batch.of_samples(of_groups)
-    if config.train.advantage_norm == "batch":
+    if config.train.advantage_norm == "batch" and not config.has_critic:
         of_samples = normalize_over_batch(of_samples)
     batch.add_advantages(of_samples)
 

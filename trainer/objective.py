@@ -32,8 +32,9 @@ class Objective(Protocol):
 
 class PolicyObjective:
     """The loss of `train.loss` with its KL term and entropy bonus, and the metrics of all. With
-    `kl_in_reward`, the advantages have the KL instead. They always have the one to a teacher: its
-    gradient, weighted with the ratio, is that of the reverse KL divergence of each token."""
+    `kl_in_reward`, the advantages have the KL instead; those of a critic have it already. They
+    always have the one to a teacher: its gradient, weighted with the ratio, is that of the reverse
+    KL divergence of each token."""
 
     def __init__(self, train: TrainSection, loss: PolicyLoss) -> None:
         self._train = train
@@ -49,7 +50,7 @@ class PolicyObjective:
         proximal = columns[PROXIMAL_LOGPROBS]
         reference = columns.get(REFERENCE_LOGPROBS)
         advantages = columns[ADVANTAGES]
-        if reference is not None and train.kl_in_reward:
+        if reference is not None and train.kl_in_reward and train.advantage != "gae":
             penalties = kl_to_go(proximal, reference, micro_batch.sample_lens)
             advantages = advantages - train.kl_coef * penalties
         teacher = columns.get(TEACHER_LOGPROBS)

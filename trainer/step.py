@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import assert_never
 
@@ -12,21 +13,57 @@ from torch import Tensor
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.tracing.spans import span
 from umbra.trainer.algorithms.base import LossMetric, Reduction
-from umbra.trainer.config.trainer_config import TrainSection
-from umbra.trainer.data.train_batch import PROXIMAL_LOGPROBS, REFERENCE_LOGPROBS, TrainBatch
+from umbra.trainer.config.trainer_config import CriticSection, TrainSection
+from umbra.trainer.critic import ValueObjective, add_gae
+from umbra.trainer.data.train_batch import (
+    PROXIMAL_LOGPROBS,
+    REFERENCE_LOGPROBS,
+    VALUES,
+    TrainBatch,
+)
 from umbra.trainer.logprob_check import LogprobCheck
 from umbra.trainer.model.micro_batches import MicroBatch, MicroBatchBuilder
-from umbra.trainer.model.train_model import POLICY, REFERENCE, TrainModel
+from umbra.trainer.model.train_model import CRITIC, POLICY, REFERENCE, TrainModel
 from umbra.trainer.nonfinite_origin import nonfinite_origin
 from umbra.trainer.objective import Objective
 from umbra.trainer.world.mesh import max_over_ranks, sum_over_ranks
 
 
+@dataclass(eq=False, slots=True)
+class Learner:
+    """A model in training and what it is trained for."""
+
+    name: str
+    model: TrainModel
+    objective: Objective
+    num_skipped: int = 0  # optimizer steps, in a row
+
+    @property
+    def prefix(self) -> str:
+        """Begins the names of its metrics."""
+        return "train/" if self.name == POLICY else f"{self.name}/"
+
+    def accumulate(self, micro_batches: Sequence[MicroBatch], totals: MetricTotals) -> None:
+        for idx, micro_batch in enumerate(micro_batches, 1):
+            self._backward(micro_batch, totals, is_last=idx == len(micro_batches))
+
+    def _backward(self, micro_batch: MicroBatch, totals: MetricTotals, *, is_last: bool) -> None:
+        """Frees the graph when it returns: the next micro-batch needs the memory."""
+        scores = self.model.score(micro_batch, self.objective.entropy_use)
+        if self.name == POLICY:
+            micro_batch.columns.setdefault(PROXIMAL_LOGPROBS, scores.logprobs.detach())
+        output = self.objective(scores, micro_batch)
+        self.model.backward(output.loss, is_last=is_last)
+        totals.add(output.metrics, micro_batch.weights)
+
+
 class TrainStep:
     """Does the optimizer steps of one batch, one for each mini-batch and update: forward, backward,
     clip, step. Every rank has one; `run` is collective. Unless `kl_coef` is 0, `models` has the
-    frozen starting model as the reference, or the policy has adapters and is one without them.
-    `warn` shows a warning to the operator; `check` is None where batches are not an engine's."""
+    frozen starting model as the reference, or the policy has adapters and is one without them. With
+    `critic`, it has a critic, whose values become advantages; a mini-batch trains it after the
+    policy. `warn` shows a warning to the operator; `check` is None where batches are not an
+    engine's."""
 
     def __init__(
         self,
@@ -36,20 +73,25 @@ class TrainStep:
         objective: Objective,
         warn: Callable[[str], None],
         check: LogprobCheck | None = None,
+        critic: CriticSection | None = None,
     ) -> None:
         self._policy = models[POLICY]
         self._reference = models.get(REFERENCE)
         self._builder = builder
         self._train = train
-        self._objective = objective
+        self._critic = critic
+        self._learners = [Learner(POLICY, self._policy, objective)]
+        if critic is not None:
+            value_objective = ValueObjective(critic.value_clip)
+            self._learners.append(Learner(CRITIC, models[CRITIC], value_objective))
         self._warn = warn
         self._check = check
-        self._num_skipped = 0  # optimizer steps, in a row
 
     def run(self, batch: TrainBatch, step: int) -> dict[str, float]:
-        """Trains on `batch` as step `step` (from 0); returns `train/...` and `time/...` metrics.
-        Raises UmbraError on every rank, with parameters unchanged, if the gradient is not finite
-        and may not be skipped, or engines and trainer compute different models."""
+        """Trains on `batch` as step `step` (from 0); returns `train/...`, `critic/...` and
+        `time/...` metrics. Raises UmbraError on every rank, with parameters unchanged, if the
+        gradient is not finite and may not be skipped, or engines and trainer compute different
+        models."""
         with span("train") as train:
             metrics = self._update(batch, step)
         return metrics | {"time/train_s": train.seconds}
@@ -58,32 +100,42 @@ class TrainStep:
         every = self._train.reference_every
         if self._reference is not None and every and step and step % every == 0:
             self._reference.copy_from(self._policy)
+        critic, train = self._critic, self._train
+        warms_up = critic is not None and step < critic.warmup_steps
+        learners = self._learners[1:] if warms_up else self._learners
         mini_batches = self._builder.build(batch)
         micro_batches = list(chain(*mini_batches))
-        self._score(micro_batches, is_proximal=len(mini_batches) > 1)
-        metrics: dict[str, float] = {}
-        norms: list[float] = []
+        needs_proximal = critic is not None and train.kl_in_reward
+        is_proximal = warms_up or needs_proximal or len(mini_batches) > 1
+        metrics = self._score(micro_batches, is_proximal=is_proximal)
+        norms: dict[str, list[float]] = {learner.prefix: [] for learner in learners}
         for update in range(self._train.updates_per_batch):
-            totals = MetricTotals()
+            totals = [MetricTotals() for _ in learners]
             for idx, mini_batch in enumerate(mini_batches):
-                with span("forward and backward", micro_batches=len(mini_batch)):
-                    self._accumulate(mini_batch, totals)
-                if update == idx == 0 and self._check is not None:
-                    metrics = self._check.run(batch, micro_batches, step)
-                metrics |= self._step(batch, mini_batch, step)
-                norms.append(metrics["train/grad_norm"])
+                for learner, its_totals in zip(learners, totals, strict=True):
+                    with span("forward and backward", micro_batches=len(mini_batch)):
+                        learner.accumulate(mini_batch, its_totals)
+                    if update == idx == 0 and learner is learners[0] and self._check is not None:
+                        metrics |= self._check.run(batch, micro_batches, step)
+                    applied = self._step(learner, batch, mini_batch, step)
+                    metrics |= applied
+                    norms[learner.prefix].append(applied[f"{learner.prefix}grad_norm"])
             if update == 0:
-                metrics |= {f"train/{name}": value for name, value in totals.reduce().items()}
-                metrics["train/loss"] /= len(mini_batches)
-        finite = [norm for norm in norms if math.isfinite(norm)]
-        metrics["train/grad_norm"] = max(finite, default=math.nan)
-        if self._train.skip_nonfinite:
-            metrics["train/skipped_steps"] = float(len(norms) - len(finite))
+                for learner, its_totals in zip(learners, totals, strict=True):
+                    found = its_totals.reduce()
+                    metrics |= {f"{learner.prefix}{name}": each for name, each in found.items()}
+                    metrics[f"{learner.prefix}loss"] /= len(mini_batches)
+        for prefix, of_steps in norms.items():
+            finite = [norm for norm in of_steps if math.isfinite(norm)]
+            metrics[f"{prefix}grad_norm"] = max(finite, default=math.nan)
+            if self._train.skip_nonfinite:
+                metrics[f"{prefix}skipped_steps"] = float(len(of_steps) - len(finite))
         return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
-    def _score(self, micro_batches: Sequence[MicroBatch], *, is_proximal: bool) -> None:
-        """Adds the logprobs under other models, before a parameter changes. The first update of a
-        single mini-batch computes the proximal ones itself."""
+    def _score(self, micro_batches: Sequence[MicroBatch], *, is_proximal: bool) -> dict[str, float]:
+        """Adds the scores of other models, before a parameter changes, and the advantages that a
+        critic's make; returns metrics of these. With a single mini-batch, the first update of the
+        policy computes the proximal logprobs itself."""
         for micro_batch in micro_batches:
             if self._train.kl_coef:
                 policy, reference = self._policy, self._reference
@@ -92,46 +144,43 @@ class TrainStep:
             if is_proximal:
                 proximal = self._policy.measure(micro_batch)
                 micro_batch.columns[PROXIMAL_LOGPROBS] = proximal.logprobs
-
-    def _accumulate(self, micro_batches: Sequence[MicroBatch], totals: MetricTotals) -> None:
-        for idx, micro_batch in enumerate(micro_batches, 1):
-            self._backward(micro_batch, totals, is_last=idx == len(micro_batches))
+            if self._critic is not None:
+                values = self._learners[-1].model.measure(micro_batch)
+                micro_batch.columns[VALUES] = values.logprobs
+        if self._critic is None:
+            return {}
+        return add_gae(micro_batches, self._critic, self._train)
 
     def _step(
-        self, batch: TrainBatch, mini_batch: Sequence[MicroBatch], step: int
+        self, learner: Learner, batch: TrainBatch, mini_batch: Sequence[MicroBatch], step: int
     ) -> dict[str, float]:
         with span("optimizer"):
-            applied = self._policy.step(step)
+            applied = learner.model.step(step)
         if math.isfinite(norm := applied["grad_norm"]):
-            self._num_skipped = 0
+            learner.num_skipped = 0
         else:
-            origin = nonfinite_origin(self._policy, batch, mini_batch, self._objective)
-            self._skip(f"step {step + 1}: the gradient is not finite (norm {norm}): {origin}")
-        return {f"train/{name}": value for name, value in applied.items()}
+            origin = nonfinite_origin(learner.model, batch, mini_batch, learner.objective)
+            of = "" if learner.name == POLICY else f"{learner.name}'s "
+            found = f"step {step + 1}: the {of}gradient is not finite (norm {norm}): {origin}"
+            self._skip(learner, found)
+        return {f"{learner.prefix}{name}": value for name, value in applied.items()}
 
-    def _skip(self, found: str) -> None:
+    def _skip(self, learner: Learner, found: str) -> None:
         """Drops the gradient with a warning, or raises if it may not be skipped."""
         allowed = self._train.skip_nonfinite
-        if self._num_skipped == allowed:
+        if learner.num_skipped == allowed:
             before = f"{allowed} before it were skipped (train.skip_nonfinite). " if allowed else ""
             raise UmbraError(
-                f"{found}. {before}It has changed no parameter: lower train.learning_rate (in RL "
-                "also train.clip_eps_high), or compute in float32 (model.dtype)"
+                f"{found}. {before}It has changed no parameter: lower "
+                f"{learner.prefix[:-1]}.learning_rate (in RL also train.clip_eps_high), or compute "
+                "in float32 (model.dtype)"
             )
-        self._policy.clear_gradients()
-        self._num_skipped += 1
+        learner.model.clear_gradients()
+        learner.num_skipped += 1
         self._warn(
-            f"warning: {found}. It is skipped, as number {self._num_skipped} in a row; "
+            f"warning: {found}. It is skipped, as number {learner.num_skipped} in a row; "
             f"train.skip_nonfinite allows {allowed}"
         )
-
-    def _backward(self, micro_batch: MicroBatch, totals: MetricTotals, *, is_last: bool) -> None:
-        """Frees the graph when it returns: the next micro-batch needs the memory."""
-        scores = self._policy.score(micro_batch, self._objective.entropy_use)
-        micro_batch.columns.setdefault(PROXIMAL_LOGPROBS, scores.logprobs.detach())
-        output = self._objective(scores, micro_batch)
-        self._policy.backward(output.loss, is_last=is_last)
-        totals.add(output.metrics, micro_batch.weights)
 
 
 class MetricTotals:

@@ -91,10 +91,8 @@ class EnginePoolSettings(Settings):
             (docs/cluster.md).
         nodes: Nodes of the engines by hand, as numbers from 0, which is rank 0's. Default: all.
         gpus: GPUs of the engines by hand, on each of these nodes, as numbers from 0 in the order of
-            CUDA_VISIBLE_DEVICES. The first engine gets the first, or with tensor parallelism the
-            first ones, and so on.
-            Repeat a number to put two engines on one GPU, or list it in two pools to share it
-            between them. Default: `mode` decides.
+            CUDA_VISIBLE_DEVICES, in the order of the engines. A number that is repeated, or in two
+            pools, is shared. Default: `mode` decides.
         device: Device of the engines. "auto" is cuda where the trainer runs on it.
         max_num_seqs: Completions an engine works on at a time. More use its device better and take
             more KV cache.
@@ -231,11 +229,10 @@ class AuxiliaryPoolSettings(EnginePoolSettings):
             enable_thinking = false.
         env: Variables for the engines' processes. On GPUs, `gpus` takes the place of
             CUDA_VISIBLE_DEVICES. Files of the run, loggers and the web page show their names only.
-        max_wait_s: How long requests of a colocated pool wait while the policy generates. Then the
-            policy is interrupted, and continues later from the tokens so far, whose keys are
-            computed again. Lower values interrupt it more often; between the turns of several
-            pools it has at least the shortest of their waits. Default: 10 for a standalone policy,
-            which always generates, and in `umbra serve`; otherwise until the policy is idle.
+        max_wait_s: How long requests of a colocated pool wait before they interrupt the policy's
+            generation, which continues later. Lower values interrupt it more often; between the
+            turns of several pools it has at least the shortest of their waits. Default: 10 for a
+            standalone policy, and in `umbra serve`; otherwise until the policy is idle.
         max_turn_s: Longest turn of a colocated pool while the policy has something to generate.
             Longer turns switch less often and delay the policy more. A turn without requests ends
             at once.

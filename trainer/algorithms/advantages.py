@@ -9,6 +9,7 @@
 | "none" | Thinking Machines 2025, "On-Policy Distillation": the teacher alone teaches |
 | "reinforce" | Williams 1992, doi:10.1007/BF00992696 |
 | "gdpo" | Liu et al. 2026, arXiv:2601.05242: "grpo" of each of several rewards |
+| "gae" | the reward, from which `umbra.trainer.critic` makes advantages of tokens |
 
 G: group size; K: rewards that are compared apart, one but for "gdpo".
 """
@@ -71,8 +72,8 @@ def no_advantages(rewards: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def normalize_over_batch(advantages: NDArray[np.float32]) -> NDArray[np.float32]:
-    """(A - mean) / (std + 1e-4) over the samples of all ranks, from this rank's [N]. Collective.
-    REINFORCE++, Hu et al. 2025, arXiv:2501.03262."""
+    """(A - mean) / (std + 1e-4) over the samples, or tokens, of all ranks, from this rank's [N].
+    Collective. REINFORCE++, Hu et al. 2025, arXiv:2501.03262."""
     wide = advantages.astype(np.float64)
     sums = torch.tensor([len(wide), wide.sum(), np.square(wide).sum()], dtype=torch.float64)
     count, total, squares = (float(value) for value in sum_over_ranks(sums))

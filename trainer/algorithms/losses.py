@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from umbra.trainer.algorithms.base import LossInputs, LossMetric, LossOutput
+from umbra.trainer.algorithms.gae import sums_to_go
 from umbra.trainer.config.algorithm_names import LOSS_ARGS
 from umbra.trainer.config.trainer_config import TrainSection
 
@@ -226,11 +227,8 @@ def kl_terms(logprobs: Tensor, reference_logprobs: Tensor, estimator: KlEstimato
 def kl_to_go(logprobs: Tensor, reference_logprobs: Tensor, sample_lens: Tensor) -> Tensor:
     """[M] sums of log p - log p_ref (k1) over a token and the later ones of its sample: the KL that
     the token is responsible for. REINFORCE++, Hu et al. 2025, arXiv:2501.03262."""
-    terms = (logprobs - reference_logprobs).double()
-    sums = terms.cumsum(0)
-    of_samples = sums[sample_lens.cumsum(0) - 1]  # up to the last token of each sample
-    ends = torch.repeat_interleave(of_samples, sample_lens, output_size=len(terms))
-    return (ends - sums + terms).to(logprobs.dtype)
+    terms = logprobs - reference_logprobs
+    return sums_to_go(terms, sample_lens).to(logprobs.dtype)
 
 
 def token_weights(

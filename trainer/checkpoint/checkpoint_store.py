@@ -66,7 +66,7 @@ from umbra.trainer.checkpoint.trainer_state import (
 )
 from umbra.trainer.config.trainer_config import LoraSection
 from umbra.trainer.model.optimizer import EMA
-from umbra.trainer.model.train_model import POLICY, TrainModel
+from umbra.trainer.model.train_model import CRITIC, POLICY, TrainModel
 from umbra.trainer.world.mesh import (
     Mesh,
     any_rank,
@@ -409,6 +409,8 @@ def _check_origin(path: Path, state: TrainerState, own: Mapping[str, Any]) -> No
 
 def _misfit(missing: str) -> str:
     """Why a checkpoint lacks a tensor."""
+    if missing.startswith(f"{CRITIC}/"):
+        return "was saved without a critic (train.advantage = 'gae')"
     if _OPTIMIZER not in missing:
         return "is of another model"
     if missing.endswith(f".{EMA}"):

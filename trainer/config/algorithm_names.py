@@ -32,6 +32,7 @@ ADVANTAGE_ESTIMATORS: Final[Mapping[str, str]] = {
     "maxrl": f"{_FOLDER}.advantages:maxrl_advantages",
     "reinforce": f"{_FOLDER}.advantages:reinforce_advantages",
     "gdpo": f"{_FOLDER}.advantages:grpo_advantages",  # of each part of the rewards
+    "gae": f"{_FOLDER}.advantages:reinforce_advantages",  # until a critic's values are known
     "none": f"{_FOLDER}.advantages:no_advantages",
 }
 """Values of `train.advantage`; "module:function" names a user's own `AdvantageEstimator`."""

@@ -19,7 +19,7 @@ from umbra.runtime.engine_api.lora import is_of_experts
 from umbra.runtime.settings import annotations_of
 from umbra.trainer.config.algorithm_names import ADVANTAGE_ESTIMATORS, LOSSES, takes_args
 from umbra.trainer.config.sft_config import RL_ONLY, SftConfig
-from umbra.trainer.config.trainer_config import TrainerConfig
+from umbra.trainer.config.trainer_config import CriticSection, TrainerConfig
 
 _NAME: Final = re.compile(r"\b[a-z]+(?:\.[a-z_]+)+\b")
 
@@ -40,6 +40,7 @@ _NAMES: Final = {
     "ADVANTAGE_ESTIMATORS": ADVANTAGE_ESTIMATORS,
     "LOSSES": LOSSES,
     "is_of_experts": is_of_experts,
+    "NO_CRITIC": CriticSection(),
     "max_lora_rank": _max_lora_rank,
     "min_temperature": _min_temperature,
     "takes_args": takes_args,
@@ -207,9 +208,8 @@ RULES: Final = (
         "(rollout.top_p < 1 or rollout.top_k > 0) and "
         "(rollout.max_staleness > 0 or train.updates_per_batch > 1 or train.mini_batches > 1)",
         "the trainer scores tokens among those that its own weights keep, and after an update "
-        "these are not quite the ones that were sampled from: use rollout.max_staleness = 0, "
-        "train.updates_per_batch = 1 and train.mini_batches = 1, or leave rollout.top_p and "
-        "rollout.top_k out",
+        "these are not quite the ones that were sampled from: leave rollout.top_p and "
+        "rollout.top_k out, or use the defaults of the others",
     ),
     Rule(
         "error",
@@ -220,10 +220,10 @@ RULES: Final = (
     Rule(
         "error",
         "rollout.group_size < 2 and train.advantage in ADVANTAGE_ESTIMATORS "
-        "and train.advantage not in ('reinforce', 'none')",
+        "and train.advantage not in ('gae', 'reinforce', 'none')",
         "advantages compare the completions of one prompt; that of a single one is always 0, and "
         "nothing would be learned: set rollout.group_size to 2 or more, or use train.advantage = "
-        "'reinforce' with train.advantage_norm = 'batch'",
+        "'gae', or 'reinforce' with train.advantage_norm = 'batch'",
     ),
     Rule(
         "warning",
@@ -325,8 +325,8 @@ RULES: Final = (
     ),
     Rule(
         "warning",
-        "rollout.drop_zero_variance_groups and train.advantage == 'reinforce'",
-        "without a baseline, groups of equal rewards teach, too: leave one of the two out",
+        "rollout.drop_zero_variance_groups and train.advantage in ('gae', 'reinforce')",
+        "without the group's mean, groups of equal rewards teach, too: leave one of the two out",
     ),
     Rule(
         "warning",
@@ -375,6 +375,29 @@ RULES: Final = (
         "train.kl_in_reward and train.kl_estimator != 'k3'",
         "in the reward the estimator is k1, and the setting changes only what "
         "train/reference_kl logs: leave train.kl_estimator out",
+    ),
+    # the critic
+    Rule(
+        "error",
+        "train.advantage != 'gae' and critic != NO_CRITIC",
+        "nothing would train a critic: use train.advantage = 'gae', or leave [critic] out",
+    ),
+    Rule(
+        "error",
+        "train.advantage == 'gae' and train.loss == 'gspo'",
+        "GSPO gives all tokens of a completion one advantage, and a critic's is a token's: use "
+        "another train.loss",
+    ),
+    Rule(
+        "error",
+        "critic.path is not None and model.lora.rank > 0",
+        "the adapters of a checkpoint belong to one base model, which is the policy's: leave "
+        "critic.path out",
+    ),
+    Rule(
+        "error",
+        "train.steps is not None and critic.warmup_steps >= train.steps",
+        "the policy would never be trained: use fewer steps of warm-up than the run has",
     ),
     # LoRA
     Rule(

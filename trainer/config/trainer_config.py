@@ -74,8 +74,7 @@ class RunSection(Settings):
         resume: "never" starts from scratch. "auto" resumes from the newest complete checkpoint in
             `dir`; without one it starts at step 1, but keeps what was generated. Or the path of a
             checkpoint; one from another run keeps its step count but restarts the data, or in SFT
-            continues it. Ranks that torchrun restarted resume from the newest checkpoint that the
-            run has made.
+            continues it.
         overwrite: Whether a fresh start may replace what an earlier run left in `dir`. The earlier
             run stays in `dir`/replaced until the new one has done a step.
         name: Name shown in progress and report. Where empty, the directory's name.
@@ -208,15 +207,14 @@ class DataSection(Settings):
 
     Attributes:
         train: File of prompts to train on, or the name of a data set on the hub, such as
-            "openai/gsm8k/main:train" (docs/data-and-rewards.md). Names need the extra "hub". A list
-            of files or names is one data set, in this order.
+            "openai/gsm8k/main:train" (docs/data-and-rewards.md). A list is one data set, in this
+            order.
         eval: Held-out prompts, named like those of `train`; the split is "test" where none is
             given. Without it nothing is evaluated.
         format: "text" takes plain prompts from `prompt_column`. "chat" takes lists of {role,
             content} from `messages_column`, also as JSON text, or texts, each the one message of a
-            user, and renders them by the tokenizer's chat template. "auto" chooses by which of the
-            two columns is there, and takes a list in `prompt_column` for a chat. Rows with both are
-            refused.
+            user, and renders them by the tokenizer's chat template. "auto" chooses by the column
+            that is there, and takes a list in `prompt_column` for a chat.
         prompt_column: Column of plain prompts.
         messages_column: Column of chats, or of users' messages.
         template: Text made of a row's columns, such as "Question: {question} Answer:", which takes
@@ -325,16 +323,15 @@ class RewardSection(Settings):
             not apply to.
         weights: Weight of each of `functions`, by name. Default: 1.
         overlong_buffer: Number of the last tokens before `rollout.max_new_tokens` in which the
-            reward of a training completion falls linearly, by up to `overlong_penalty`. The mean of
-            this share is logged as `reward/overlong_mean`. A group whose rewards differ by it alone
-            is trained on. 0: no penalty.
+            reward of a training completion falls linearly, by up to `overlong_penalty`
+            (`reward/overlong_mean`). A group whose rewards differ by it alone is trained on. 0: no
+            penalty.
         overlong_penalty: Penalty of a completion of `rollout.max_new_tokens` tokens, or the weight
             of this part with `train.advantage` "gdpo". Larger values keep completions shorter.
-        timeout_s: Limit for one call of a function. It excludes the time that the call waits for
-            its turn and for auxiliary pools. Exceeding it drops the prompt, and the process of a
-            function without async is replaced. An async function may block its process for half of
-            it, at most for `rollout.block_limit_s`; a call that blocks it longer is dropped, and
-            the process is replaced.
+        timeout_s: Limit for one call of a function, without its waits for its turn and for
+            auxiliary pools. Exceeding it drops the prompt, and the process of a function without
+            async is replaced. An async function may block its process for half of it, at most for
+            `rollout.block_limit_s`.
         accuracy_threshold: Reward from which on a held-out answer counts as right.
         python_path: Folders searched for the module, before the current directory.
     """
@@ -380,8 +377,7 @@ class TrainSection(Settings):
             or `epochs`.
         epochs: Passes over the training prompts instead of `steps`: the run has as many steps of
             `rollout.groups_per_step` prompts as these take, rounded up. Prompts that
-            `data.overlong` leaves out do not count. Prompts that are dropped later, such as those
-            of `rollout.drop_zero_variance_groups`, are replaced by others and add no steps.
+            `data.overlong` leaves out do not count, and dropped ones add no steps.
         optimizer: "muon" (docs/algorithms.md) takes half of AdamW's memory for the matrices that it
             trains. Both use one learning rate.
         learning_rate: Peak learning rate, after warm-up. Higher values learn faster until training
@@ -396,15 +392,14 @@ class TrainSection(Settings):
         eps: Added to AdamW's denominator. Larger values damp the update of parameters whose
             gradients are small.
         ema: Decay of an exponential moving average of the weights, which is over about
-            1 / (1 - ema) optimizer steps. It is in checkpoints, for `umbra export --ema` and
-            `umbra eval --ema`; training and engines do not use it. 0 keeps none.
+            1 / (1 - ema) optimizer steps, for `umbra export --ema` and `umbra eval --ema`. 0 keeps
+            none.
         max_grad_norm: Gradients are scaled down to this norm. 0 switches clipping off.
         skip_nonfinite: Optimizer steps in a row that are skipped, with a warning, because their
-            gradient has an infinite or NaN element. One more ends the run, and so does the first
-            with 0. Larger values may hide a fault for longer.
-        mini_batches: Parts of a batch, each of as many prompts, that an optimizer step is made
-            from, one after the other. Later ones are slightly off-policy, which the clipped ratio
-            bounds. It has to divide `rollout.groups_per_step`.
+            gradient has an infinite or NaN element. One more ends the run. Larger values may hide a
+            fault for longer.
+        mini_batches: Parts of a batch, each of as many prompts, for an optimizer step each. Later
+            ones are slightly off-policy. It has to divide `rollout.groups_per_step`.
         micro_batches: Micro-batches per rank and mini-batch, of about equal cost. More take less
             memory and are slower. 0 goes by `max_tokens_per_micro_batch`.
         max_tokens_per_micro_batch: Largest number of tokens of a micro-batch; there are as many as
@@ -421,16 +416,15 @@ class TrainSection(Settings):
             however large the ratio. 3 is usual; 0 is no bound.
         loss_args: Constants of the loss by name. "sapo" takes tau_positive and tau_negative, by
             default 1 and 1.05. A loss of your own gets them in its settings.
-        importance_level: With loss = "decoupled", what an importance weight is of: each "token",
-            the whole "sequence", or the "geometric" mean of its tokens. "none" weights nothing.
-        importance_cap: With loss = "decoupled", importance weights above it are limited. A large
-            value, such as 1e9, limits none.
+        importance_level: What an importance weight is of: each "token", the whole "sequence", or
+            the "geometric" mean of its tokens. "none" weights nothing.
+        importance_cap: Importance weights above it are limited. 1e9 limits none.
         importance_above_cap: What happens to importance weights above the cap: "truncate" sets them
             to the cap, "mask" leaves their tokens out.
         importance_floor: Tokens with importance weights below it are left out. 0 leaves none out.
-        advantage: "grpo", "dr_grpo", "rloo", "maxrl", "reinforce", "gdpo" or, for a teacher alone,
-            "none", whose formulas and choice are in docs/algorithms.md, or "module:function", an
-            `AdvantageEstimator` of your own.
+        advantage: "grpo", "dr_grpo", "rloo", "maxrl", "reinforce", "gdpo", "gae" or, for a teacher
+            alone, "none", whose formulas and choice are in docs/algorithms.md, or
+            "module:function", an `AdvantageEstimator` of your own.
         advantage_norm: "batch" subtracts the mean of all advantages of a batch and divides by their
             standard deviation; "none" leaves them as they are.
         loss_aggregation: How losses of tokens become one: "token" is their mean over the batch,
@@ -440,9 +434,8 @@ class TrainSection(Settings):
             left out of the loss. Their rewards still count in the advantages of their group.
         kl_coef: Weight of the KL term to the starting model. Larger values keep the policy closer
             to it; 0 keeps no reference model.
-        kl_in_reward: Whether the KL is in the reward instead of the loss: of a token's advantage,
-            `kl_coef` times the log-ratios of policy and reference (k1) are subtracted, summed from
-            the token to the end of the completion, after `advantage_norm`.
+        kl_in_reward: Whether the KL is in the reward of each token instead of the loss
+            (docs/algorithms.md).
         reference_every: Steps after which the current policy becomes the reference model of the KL
             term. 0 keeps the starting model.
         kl_estimator: Estimator of the KL term in the loss (docs/algorithms.md).
@@ -450,21 +443,20 @@ class TrainSection(Settings):
             `[pools.teacher]`, or from the policy by `data.teacher_template`. Larger values let
             rewards count less; 1 is usual. 0: no teacher.
         max_logprob_difference: Largest mean difference, in nats, between the logprobs of engines
-            and trainer for the same tokens and weights. Beyond it, the first step that can be
-            compared ends the run (docs/engines.md). 0 is the bound of `model.dtype`: 0.01 in
-            float32, 0.15 in bfloat16, 1e-5 in float64. Raise it for engines that are quantised on
-            purpose; 1e9 switches the check off.
+            and trainer for the same tokens and weights, beyond which a run ends (docs/engines.md).
+            0 is the bound of `model.dtype`. Raise it for engines that are quantised on purpose; 1e9
+            switches the check off.
         entropy_coef: Weight of the policy's mean entropy, which is added to the objective. Larger
             values keep the policy from becoming deterministic; 1e-3 is a usual one.
         log_entropy: Whether to measure the policy's entropy, which takes one more pass over the
             logits.
-        activation_checkpointing: "full" keeps only the input of each decoder block for the backward
-            pass, which computes the block again: about a third more work for far less memory.
-            "auto" is "full" where the memory plan has no room for all activations, else "none".
-        compile: Whether torch.compile compiles decoder blocks and log-probabilities. On an H200, a
-            step of a 0.6B model takes half the time and less memory, and the first step 40 s more,
-            or 23 s with code in ~/.cache/umbra. "auto" compiles models of 0.5 B parameters and
-            above on GPUs, with a C++ compiler and headers of Python and torch.
+        activation_checkpointing: "full" keeps only the input of each decoder block, and computes
+            the block again: a third more work for far less memory. "auto" is "full" where the
+            memory plan has no room for all activations.
+        compile: Whether torch.compile compiles decoder blocks and log-probabilities: steps take up
+            to half the time and less memory, and the first one up to a minute more. "auto" compiles
+            models of 0.5 B parameters and above on GPUs, with a C++ compiler and headers of Python
+            and torch.
         offload: What goes to host memory while engines generate that sleep in training
             (`pool.sleep`): "optimizer" the optimizer's state and the moving average, "all" the
             parameters too.
@@ -484,9 +476,8 @@ class TrainSection(Settings):
             evaluation between steps. Needs `data.eval`.
         export: Whether to write a Hugging Face directory at the end.
         seed: Seed of data order and sampling.
-        shutdown_grace_s: How long the step in progress may take to end and be checkpointed after
-            SIGTERM or SIGHUP (docs/troubleshoot.md). Default: twice the longest step and checkpoint
-            so far, at least 5 s.
+        shutdown_grace_s: How long the step in progress and a checkpoint may take after SIGTERM or
+            SIGHUP (docs/troubleshoot.md). Default: twice the longest so far, at least 5 s.
         device: Device of the trainer. "auto" is cuda where there is one.
     """
 
@@ -555,6 +546,31 @@ class TrainSection(Settings):
         return self.warmup_steps or math.ceil(self.warmup_ratio * self.total_steps)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticSection(Settings):
+    """`[critic]`: the critic of `train.advantage` "gae". Its other settings are the policy's.
+
+    Attributes:
+        path: Model whose decoder the critic starts with. Default: `model.path`.
+        learning_rate: Peak learning rate, usually 5 to 10 times the policy's.
+        warmup_steps: First steps, in which the critic alone learns. More give the policy's first
+            steps better advantages, and cost time.
+        value_clip: Change of a value in a step beyond which it has no gradient. 0 is no bound.
+        gamma: Share of a reward that is left one token earlier.
+        lam: GAE's lambda. 1 has no bias; lower ones trust the critic more, with less noise.
+        returns_lam: The same for the critic's returns. Below 1, a reward takes many steps to reach
+            the first tokens of long completions.
+    """
+
+    path: FilePath | None = None
+    learning_rate: Annotated[float, Bounds(gt=0)] = 1e-5
+    warmup_steps: Count = 0
+    value_clip: Annotated[float, Bounds(ge=0)] = 0.5
+    gamma: Annotated[float, Bounds(ge=0, le=1)] = 1.0
+    lam: Annotated[float, Bounds(ge=0, le=1)] = 1.0
+    returns_lam: Annotated[float, Bounds(ge=0, le=1)] = 1.0
+
+
 STRICT: Final = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 """How pydantic reads a config and all its sections: no unknown keys, no silent conversions."""
 
@@ -575,9 +591,23 @@ class TrainerConfig:
         default_factory=dict[str, AuxiliaryPoolSettings]
     )
     train: TrainSection
+    critic: CriticSection = CriticSection()
 
     def __post_init__(self) -> None:
         _check_pool_names(self.pools)
+
+    @property
+    def has_critic(self) -> bool:
+        return self.train.advantage == "gae"
+
+    @property
+    def of_critic(self) -> Self:
+        """The config by which a critic is loaded and trained. It has a head of its own."""
+        path, rate = self.critic.path or self.model.path, self.critic.learning_rate
+        targets = tuple(each for each in self.model.lora.targets if each != "lm_head")
+        model = replace(self.model, path=path, lora=replace(self.model.lora, targets=targets))
+        train = replace(self.train, learning_rate=rate, ema=0.0, kl_coef=0.0, reference_every=0)
+        return replace(self, model=model, train=train)
 
     @property
     def master_dtype(self) -> Dtype:
@@ -634,6 +664,7 @@ class ServeConfig:
         default_factory=dict[str, AuxiliaryPoolSettings]
     )
     train: TrainSection | None = None
+    critic: CriticSection | None = None
 
     def __post_init__(self) -> None:
         if self.pool.count == 0:

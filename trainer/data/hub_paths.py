@@ -122,6 +122,8 @@ def hub_settings(config: TrainerConfig) -> list[str]:
 
 def _models(config: TrainerConfig | ServeConfig) -> dict[str, HubName]:
     paths = {"model.path": config.model.path}
+    if config.critic is not None and config.critic.path is not None:
+        paths["critic.path"] = config.critic.path
     paths |= {f"pools.{name}.model_path": pool.model_path for name, pool in config.pools.items()}
     return {key: name for key, path in paths.items() if (name := model_name(path))}
 
@@ -170,6 +172,8 @@ def _replaced(config: _Config, paths: Mapping[str, Path]) -> _Config:
         data = replace(data, **local)
     evaluation = replace(config.eval, sets=held_out)
     changed: Any = {"model": model, "pools": pools, "eval": evaluation, "data": data}
+    if config.critic is not None and "critic.path" in paths:
+        changed["critic"] = replace(config.critic, path=paths["critic.path"])
     return replace(config, **changed)
 
 

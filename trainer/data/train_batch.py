@@ -20,6 +20,8 @@ ROLLOUT_LOGPROBS: Final = "rollout_logprobs"
 PROXIMAL_LOGPROBS: Final = "proximal_logprobs"
 REFERENCE_LOGPROBS: Final = "reference_logprobs"
 TEACHER_LOGPROBS: Final = "teacher_logprobs"
+VALUES: Final = "values"
+RETURNS: Final = "returns"
 """Columns: a number for each token. `LossInputs` explains them."""
 
 

@@ -67,6 +67,7 @@ from umbra.trainer.services.services import (
 )
 from umbra.trainer.services.setup_check import (
     check_batch_size,
+    check_critic,
     check_lora,
     check_models,
     check_rotary_frequencies,
@@ -228,6 +229,7 @@ class NodeChecks:
     def _model(self) -> str:
         check_models(self._config)
         check_lora(self._config.model)
+        check_critic(self._config)
         return str(self._config.model.path)
 
     def _teacher(self) -> str:
@@ -300,6 +302,9 @@ class NodeChecks:
         try:
             sizes = ModelSizes.read(config.model.path)
             num_trained = trained_size(config, sizes)
+            if config.has_critic:
+                of_critic = ModelSizes.read(config.of_critic.model.path)
+                num_trained += trained_size(config.of_critic, of_critic)
         except (ConfigError, DataError) as error:
             raise NotApplicable(f"the model's size is not known: {error}") from None
         # Parameters, AdamW's two states and perhaps a reference model; and one checkpoint is

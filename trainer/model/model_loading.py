@@ -28,10 +28,12 @@ logger = logging.getLogger(__name__)
 _FIXED: Final = "fixed"  # any name for which transformers' rotary modules change nothing
 
 
-def load_model(config: TrainerConfig, mesh: DeviceMesh, *, trains: bool) -> TrainModel:
+def load_model(
+    config: TrainerConfig, mesh: DeviceMesh, *, trains: bool, is_critic: bool = False
+) -> TrainModel:
     """Shards the configured model over the ranks of the mesh. Collective. Trained parameters are in
     `model.master_dtype`, frozen ones in `model.dtype`, to which passes cast anyway. If adapters are
-    trained, the model has them."""
+    trained, the model has them. A critic's head is trained, too."""
     master_dtype: torch.dtype = getattr(torch, config.master_dtype)
     compute_dtype: torch.dtype = getattr(torch, config.model.compute_dtype)
     lora = config.model.lora
@@ -40,6 +42,9 @@ def load_model(config: TrainerConfig, mesh: DeviceMesh, *, trains: bool) -> Trai
     if lora.rank:
         adapters = LoraAdapters(prepared.model, lora, master_dtype)
         prepared = replace(prepared, adapters=adapters, origin=origin(config.model))
+    if is_critic:
+        prepared = replace(prepared, is_critic=True)
+        replace_head(prepared.model, master_dtype)
     context_len = config.pool.max_context_len or default_context_len(config.model.path)
     fix_rotary_frequencies(prepared.model, context_len)
     passes = PassSettings(
@@ -53,6 +58,14 @@ def load_model(config: TrainerConfig, mesh: DeviceMesh, *, trains: bool) -> Trai
     model = TrainModel(prepared, mesh, passes, config.train if trains else None)
     model.is_saved = trains or config.train.reference_every > 0
     return model
+
+
+def replace_head(model: Any, dtype: torch.dtype) -> None:
+    """Gives the model a critic's head, of one output."""
+    hidden_size: int = model.config.get_text_config().hidden_size
+    device = next(model.parameters()).device
+    head = nn.Linear(hidden_size, 1, bias=False, device=device, dtype=dtype)
+    model.set_output_embeddings(head)
 
 
 def prepare_causal_lm(section: ModelSection, dtype: torch.dtype) -> PreparedModel:

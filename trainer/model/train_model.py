@@ -24,6 +24,7 @@ from torch.distributed.fsdp import (
 )
 
 from umbra.runtime.engine_api.kept_tokens import WHOLE, Truncation
+from umbra.runtime.weights.shards import local_part
 from umbra.trainer.config.trainer_config import TrainSection
 from umbra.trainer.model.compiling import compile_blocks, decoder_blocks, recompute_blocks
 from umbra.trainer.model.lora_layers import LoraAdapters, LoraLinear, peft_names
@@ -37,6 +38,7 @@ from umbra.trainer.model.token_scoring import EntropyUse, score_hidden, score_lo
 POLICY: Final = "policy"
 REFERENCE: Final = "reference"
 """The frozen starting model."""
+CRITIC: Final = "critic"
 # Up to this size, gathering the whole model at once is cheaper than a collective for each layer.
 _ROOT_WRAP_MAX_PARAMETERS: Final = 64_000_000
 
@@ -58,7 +60,7 @@ Wrap = Literal["auto", "layer", "root"]
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    logprobs: Tensor
+    logprobs: Tensor  # a critic's are values
     entropy: Tensor | None
 
 
@@ -66,13 +68,15 @@ class TokenScores:
 class PreparedModel:
     """A model whose parameters may still have to be read. It has the same parameters in their
     master dtype on every rank, or has them on the meta device for `weights` to fill. The values of
-    `adapters` are given later; `origin` is what they belong to."""
+    `adapters` are given later; `origin` is what they belong to. A critic has a head of one output,
+    which starts with zeros, in the place of the model's own."""
 
     model: nn.Module
     is_packed: bool  # by `packed_attention`
     weights: StoredWeights | None = None
     adapters: LoraAdapters | None = None
     origin: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    is_critic: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +115,7 @@ class TrainModel:
             recompute_blocks(model)
         self.is_packed, self.origin = prepared.is_packed, prepared.origin
         self._passes = passes
-        self._scorer = _Scorer(model, passes)
+        self._scorer = _Scorer(model, passes, is_critic=prepared.is_critic)
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self._wraps_layers = wraps_layers(passes.wrap, self.num_parameters)
         _shard(self._scorer, mesh, self._wraps_layers, passes.compute_dtype)
@@ -121,11 +125,15 @@ class TrainModel:
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         persistent = model.state_dict().keys() - self._parameters.keys()
         self._buffers = {name: b for name, b in model.named_buffers() if name in persistent}
+        head: Any = cast("Any", model).get_output_embeddings() if prepared.is_critic else None
         if weights is not None:
-            weights.fill(self.tensors)
+            read = self.tensors.items()
+            weights.fill({name: each for name, each in read if not head or each is not head.weight})
+        if head:
+            torch.nn.init.zeros_(local_part(head.weight))
         self.optimizer = self._begin_training(train)
         self.is_saved = train is not None
-        self._is_compared = False
+        self._is_compared = prepared.is_critic  # whose head has nothing to be compared with
 
     def _begin_training(self, train: TrainSection | None) -> ModelOptimizer | None:
         if train is None:
@@ -166,7 +174,8 @@ class TrainModel:
         return self.tensors if self.adapters is None else peft_names(self.stored)
 
     def score(self, micro_batch: MicroBatch, entropy_use: EntropyUse = "none") -> TokenScores:
-        """Log-probabilities of the micro-batch's targets. Collective."""
+        """Log-probabilities of the micro-batch's targets, or a critic's values before them.
+        Collective."""
         if not self._is_compared:
             self._compare(micro_batch.targets.device)
         logprobs, entropy = self._scorer(micro_batch.inputs, micro_batch.targets, entropy_use)
@@ -260,12 +269,14 @@ def wraps_layers(wrap: Wrap, num_parameters: int) -> bool:
 
 class _Scorer(nn.Module):
     """Decoder, head and log-probabilities as one module, so that FSDP gathers once for all. With
-    `uses_own_logits`, the model computes all logits itself."""
+    `uses_own_logits`, the model computes all logits itself. A critic's has the values in the place
+    of log-probabilities."""
 
-    def __init__(self, model: nn.Module, passes: PassSettings) -> None:
+    def __init__(self, model: nn.Module, passes: PassSettings, *, is_critic: bool = False) -> None:
         super().__init__()
         self.model = model
         self._passes = passes
+        self._is_critic = is_critic
         self._regathers = not (passes.compiles or passes.recomputes)  # see `packed_attention`
         self.uses_own_logits = False
 
@@ -280,6 +291,9 @@ class _Scorer(nn.Module):
         model: Any = self.model
         hidden = self._hidden(inputs).index_select(0, inputs.predicting)  # [M, E]
         head: nn.Linear = model.get_output_embeddings()
+        if self._is_critic:
+            wide = torch.promote_types(hidden.dtype, torch.float32)
+            return hidden.to(wide) @ head.weight[0].to(wide), hidden.new_empty(0)
         return score_hidden(
             head,
             hidden,

@@ -114,6 +114,9 @@ def recorded_config(run_dir: Path, overrides: Sequence[str] = ()) -> TrainerConf
         recorded: Mapping[str, Any] = json.loads(place.read_text(encoding="utf-8"))
         settings, folder = dict(recorded["settings"]), Path(recorded["folder"])
         settings["train"] |= {"epochs": None}  # `steps` has the number of steps that they took
+        given = {each.key: each.text for each in map(Override.parse, overrides)}
+        if "gae" not in given.get("train.advantage", "gae"):
+            settings.pop("critic", None)  # which nothing would train
         model, reward = settings["model"], settings["reward"]
         model["path"] = local_model(str(folder / model["path"]), with_weights=True)
         reward["python_path"] = [str(folder / each) for each in (*reward["python_path"], "")]

@@ -25,8 +25,8 @@ from umbra.trainer.services.services import batch_layout, user_folders
 from umbra.trainer.world.mesh import Mesh, from_lead
 from umbra.trainer.world.run_files import check_writable, writing
 
-_COMPARED: Final = "train/"
-"""Begins the names of metrics that a replay computes as the run has computed them."""
+_COMPARED: Final = ("train/", "critic/")
+"""Begin the names of metrics that a replay computes as the run has computed them."""
 _BESIDE: Final = "run/"
 """Put in front of the name of such a metric where its value is the run's."""
 _UNKNOWN: Final = "rollout/refilled_tokens"

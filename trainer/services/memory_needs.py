@@ -189,37 +189,61 @@ def engine_needs(config: TrainerConfig, host: str, device_type: str) -> dict[str
 
 
 def rank_need(config: TrainerConfig, sizes: ModelSizes, num_ranks: int) -> RankNeed:
-    """The GPU memory of a rank: trained parameters and optimizer state in `master_dtype`, sharded
-    over the ranks, gradients likewise, frozen parameters and what FSDP gathers in `model.dtype`,
-    and the last sent weights if `pool.full_sync_every` has them kept."""
-    train, has_lora = config.train, config.model.lora.rank > 0
-    num_trained = trained_size(config, sizes)
-    master = ITEMSIZES[config.master_dtype] * num_trained // num_ranks
-    parameters = master
-    if has_lora or train.kl_coef:  # the model below adapters is its own reference
-        parameters += ITEMSIZES[config.model.dtype] * sizes.num_parameters // num_ranks
-    optimizer = 2 * master  # AdamW's moments
-    if train.optimizer == "muon":  # which has one for hidden matrices
-        num_others = 0 if has_lora else sizes.embedding_size
-        optimizer = master + ITEMSIZES[config.master_dtype] * num_others // num_ranks
-    if train.ema:
-        optimizer += max(4, ITEMSIZES[config.master_dtype]) * num_trained // num_ranks
-    left = {
-        "none": parameters + optimizer,
-        "optimizer": parameters,
-        "all": 0,
-    }[train.offload]
+    """The GPU memory of a rank: the policy and the critic, which have gradients and activations in
+    turn, and the last sent weights if `pool.full_sync_every` has them kept."""
+    needs = [_LearnerNeed.of(config, sizes, num_ranks)]
+    if config.has_critic:
+        path = config.critic.path
+        of_critic = sizes if path is None else ModelSizes.read(path)
+        needs.append(_LearnerNeed.of(config.of_critic, of_critic, num_ranks))
+    parameters = sum(need.parameters_nbytes for need in needs)
+    held = parameters + sum(need.optimizer_nbytes for need in needs)
+    left = {"none": held, "optimizer": parameters, "all": 0}[config.train.offload]
     always = _CONTEXT_NBYTES
-    if config.pool.full_sync_every > 1:
-        always += ITEMSIZES[config.model.dtype] * num_trained // num_ranks  # what was sent
+    if config.pool.full_sync_every > 1:  # what was sent
+        num_trained = trained_size(config, sizes)
+        always += ITEMSIZES[config.model.dtype] * num_trained // num_ranks
     return RankNeed(
         context_nbytes=_CONTEXT_NBYTES,
-        sync_nbytes=always + parameters + optimizer,
+        sync_nbytes=always + held,
         generation_nbytes=always + left,
-        training_nbytes=always + parameters + optimizer + master,
-        activations_nbytes=_activations_nbytes(config, sizes, num_ranks),
+        training_nbytes=always + held + max(need.gradients_nbytes for need in needs),
+        activations_nbytes=max(need.activations_nbytes for need in needs),
         keeps_cache=config.pool.mode != "hybrid" or config.pool.sleep == "none",
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LearnerNeed:
+    """The memory that a model in training takes on a rank, with its reference: trained parameters,
+    gradients and optimizer state in `master_dtype`, sharded over the ranks, frozen parameters and
+    what FSDP gathers in `model.dtype`."""
+
+    parameters_nbytes: int
+    optimizer_nbytes: int
+    gradients_nbytes: int
+    activations_nbytes: int
+
+    @classmethod
+    def of(cls, config: TrainerConfig, sizes: ModelSizes, num_ranks: int) -> Self:
+        train, has_lora = config.train, config.model.lora.rank > 0
+        num_trained = trained_size(config, sizes)
+        master = ITEMSIZES[config.master_dtype] * num_trained // num_ranks
+        parameters = master
+        if has_lora or train.kl_coef:  # the model below adapters is its own reference
+            parameters += ITEMSIZES[config.model.dtype] * sizes.num_parameters // num_ranks
+        optimizer = 2 * master  # AdamW's moments
+        if train.optimizer == "muon":  # which has one for hidden matrices
+            num_others = 0 if has_lora else sizes.embedding_size
+            optimizer = master + ITEMSIZES[config.master_dtype] * num_others // num_ranks
+        if train.ema:
+            optimizer += max(4, ITEMSIZES[config.master_dtype]) * num_trained // num_ranks
+        return cls(
+            parameters_nbytes=parameters,
+            optimizer_nbytes=optimizer,
+            gradients_nbytes=master,
+            activations_nbytes=_activations_nbytes(config, sizes, num_ranks),
+        )
 
 
 def trained_size(config: TrainerConfig, sizes: ModelSizes) -> int:

@@ -40,6 +40,7 @@ def check_setup(config: TrainerConfig, environment: TorchrunEnvironment) -> None
     check_models(config)
     check_lora(config.model)
     check_teacher(config)
+    check_critic(config)
     check_rotary_frequencies(config)
     check_stop_tokens(config)
     prompt_budget(config).check()
@@ -129,27 +130,49 @@ def check_teacher(config: TrainerConfig) -> None:
     if not config.train.teacher_kl_coef or TEACHER not in config.pools:
         return
     pool, section = config.pools[TEACHER], f"pools.{TEACHER}"
-    own, other = vocabulary(config.model.path), auxiliary_vocabulary(TEACHER, pool)
-    differing = next((token for token, idx in own.items() if other.get(token) != idx), None)
-    if differing is not None:
-        theirs = other.get(differing, "not a token")
-        raise ConfigError(
-            f"{section}.model_path: the token {differing!r} is {own[differing]} in the vocabulary "
-            f"of {config.model.path} ({len(own)} tokens), and {theirs} in that of "
-            f"{pool.model_path} ({len(other)}): use a teacher with the policy's tokenizer"
-        )
-    sizes = vocab_size(config.model.path), vocab_size(pool.model_path)
-    if min(sizes) and sizes[0] > sizes[1]:
-        raise ConfigError(
-            f"{section}.model_path: the policy may generate {sizes[0]} tokens, and the teacher "
-            f"knows {sizes[1]}: use a teacher with at least as many"
-        )
+    vocabularies = vocabulary(config.model.path), auxiliary_vocabulary(TEACHER, pool)
+    check_vocabulary(config, f"{section}.model_path", pool.model_path, *vocabularies)
     # vLLM and SGLang generate a token beyond the completion.
     needed = max_context_len(config) + int(_kind(pool).wraps_library)
     if (length := auxiliary_context_len(TEACHER, pool)) < needed:
         raise ConfigError(
             f"{section}.max_context_len is {length}, and the policy's prompts and completions need "
             f"{needed}: set it to that or more, or lower pool.max_context_len"
+        )
+
+
+def check_critic(config: TrainerConfig) -> None:
+    """Raises ConfigError if the critic's own model cannot read something that the policy writes,
+    DataError if it is incomplete."""
+    path = config.critic.path
+    if config.has_critic and path is not None:
+        check_weights("critic.path", path)
+        own, other = vocabulary(config.model.path), vocabulary(path)
+        check_vocabulary(config, "critic.path", path, own, other)
+
+
+def check_vocabulary(
+    config: TrainerConfig,
+    setting: str,
+    path: Path,
+    own: Mapping[str, int],
+    other: Mapping[str, int],
+) -> None:
+    """Raises ConfigError if a token of the policy's vocabulary, `own`, is not one of the model in
+    `path`, or is another one."""
+    differing = next((token for token, idx in own.items() if other.get(token) != idx), None)
+    if differing is not None:
+        theirs = other.get(differing, "not a token")
+        raise ConfigError(
+            f"{setting}: the token {differing!r} is {own[differing]} in the vocabulary "
+            f"of {config.model.path} ({len(own)} tokens), and {theirs} in that of "
+            f"{path} ({len(other)}): use a model with the policy's tokenizer"
+        )
+    sizes = vocab_size(config.model.path), vocab_size(path)
+    if min(sizes) and sizes[0] > sizes[1]:
+        raise ConfigError(
+            f"{setting}: the policy may generate {sizes[0]} tokens, and this model "
+            f"knows {sizes[1]}: use one with at least as many"
         )
 
 

@@ -40,12 +40,14 @@ from umbra.trainer.config.trainer_config import ModelSection, TrainSection
 from umbra.trainer.data.train_batch import ADVANTAGES, ROLLOUT_LOGPROBS, MiniBatch, TrainBatch
 from umbra.trainer.model.micro_batches import MicroBatchBuilder
 from umbra.trainer.model.train_model import (
+    CRITIC,
     POLICY,
     REFERENCE,
     PassSettings,
     PreparedModel,
     TrainModel,
 )
+from umbra.trainer.step import TrainStep
 from umbra.trainer.world.mesh import Mesh
 
 PROMPTS = [[5, 9, 33], [7], [12, 60, 3, 3, 41, 8, 20], [30, 31]]
@@ -166,11 +168,11 @@ def recomputed(
 def resume(
     world: Mesh, changes: dict[str, Any], folder: str, num_steps: int, every: int = 0
 ) -> list[Arrays]:
-    """Parameters after one step more than `num_steps`, at a stretch, and from a checkpoint with
-    another `reference_every`."""
+    """Parameters of all models after one step more than `num_steps`, at a stretch, and from a
+    checkpoint with another `reference_every`."""
     train = changed(changes)
     models = make_models(world, train)
-    train_step = make_train_step(world, models[POLICY], train, models.get(REFERENCE))
+    train_step = step_of(world, models, train)
     for seed in range(num_steps):
         train_step.run(rank_batch(world, seed, 2), seed)
     store = CheckpointStore(Path(folder), world, keep=1)
@@ -179,10 +181,18 @@ def resume(
     train_step.run(rank_batch(world, num_steps, 2), num_steps)
 
     resumed = make_models(world, replace(train, reference_every=every))
-    train_step = make_train_step(world, resumed[POLICY], train, resumed.get(REFERENCE))
+    train_step = step_of(world, resumed, train)
     store.load(saved, resumed)
     train_step.run(rank_batch(world, num_steps, 2), num_steps)
-    return [full_parameters(policies[POLICY]) for policies in (models, resumed)]
+    return [
+        {f"{name}/{n}": value for name in each for n, value in full_parameters(each[name]).items()}
+        for each in (models, resumed)
+    ]
+
+
+def step_of(world: Mesh, models: dict[str, TrainModel], train: TrainSection) -> TrainStep:
+    reference, critic = models.get(REFERENCE), models.get(CRITIC)
+    return make_train_step(world, models[POLICY], train, reference, critic=critic)
 
 
 def make_models(world: Mesh, train: TrainSection) -> dict[str, TrainModel]:
@@ -190,6 +200,8 @@ def make_models(world: Mesh, train: TrainSection) -> dict[str, TrainModel]:
     if train.kl_coef:
         models[REFERENCE] = make_policy(world, None)
         models[REFERENCE].is_saved = train.reference_every > 0
+    if train.advantage == "gae":
+        models[CRITIC] = make_policy(world, train, is_critic=True)
     return models
 
 

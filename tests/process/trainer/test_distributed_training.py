@@ -22,6 +22,13 @@ _WITH_KL: dict[str, Any] = {"kl_coef": 0.1, "updates_per_batch": 2}
 _DECOUPLED: dict[str, Any] = {"loss": "decoupled", "updates_per_batch": 2}
 _GSPO: dict[str, Any] = {"loss": "gspo", "loss_aggregation": "sequence", "updates_per_batch": 2}
 _REGULARIZED: dict[str, Any] = {"kl_coef": 0.1, "reference_every": 2, "entropy_coef": 0.3}
+_GAE: dict[str, Any] = {
+    "advantage": "gae",
+    "advantage_norm": "batch",
+    "kl_coef": 0.1,
+    "kl_in_reward": True,
+    "updates_per_batch": 2,
+}
 _OWN_LOSS: dict[str, Any] = {"loss": "rank_programs:own_loss"}
 _OUTER: dict[str, Any] = {
     "kind": "llama",
@@ -43,6 +50,8 @@ ON_ONE_RANK: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "lora": (_WITH_KL, {"lora_rank": 3}),
     "outer": (_WITH_KL, _OUTER),
     "experts": (_WITH_KL, _EXPERTS),
+    "gae": (_GAE, {}),
+    "gae, lora": (_GAE, {"lora_rank": 3}),
 }
 ON_TWO_RANKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "token": ({}, {}),
@@ -82,6 +91,9 @@ ON_TWO_RANKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "outer, layer": (_WITH_KL, {**_OUTER, "wrap": "layer", "offload": "all"}),
     "experts, layer": (_WITH_KL, {**_EXPERTS, "wrap": "layer", "micro_batches": 2}),
     "experts, recomputed": (_WITH_KL, {**_EXPERTS, "recomputes": True}),
+    "gae, layer": (_GAE, {"wrap": "layer", "micro_batches": 20, "offload": "all"}),
+    "gae, padded": (_GAE, {"packed": False, "micro_batches": 3, "recomputes": True}),
+    "gae, lora, layer": (_GAE, {"lora_rank": 3, "wrap": "layer", "micro_batches": 2}),
 }
 
 
@@ -144,6 +156,9 @@ def assert_same(one: Arrays, other: Arrays, tolerance: float) -> None:
         ("outer", "outer, layer"),
         ("experts", "experts, layer"),
         ("experts", "experts, recomputed"),
+        ("gae", "gae, layer"),
+        ("gae", "gae, padded"),
+        ("gae, lora", "gae, lora, layer"),
     ],
 )
 def test_two_ranks_train_like_one(
@@ -156,7 +171,7 @@ def test_two_ranks_train_like_one(
     for one, two in zip(metrics_alone, metrics, strict=True):
         assert one.keys() == two.keys()
         for name in one:
-            if name.startswith("train/"):
+            if name.startswith(("train/", "critic/")):
                 assert one[name] == pytest.approx(two[name], rel=1e-3, abs=1e-5), name
 
 

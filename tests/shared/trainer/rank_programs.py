@@ -33,7 +33,12 @@ from umbra.trainer.algorithms.base import LossInputs, LossMetric, LossOutput, lo
 from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore
 from umbra.trainer.checkpoint.model_export import export_policy
 from umbra.trainer.checkpoint.trainer_state import TrainerState
-from umbra.trainer.config.trainer_config import LoraSection, ModelSection, TrainSection
+from umbra.trainer.config.trainer_config import (
+    CriticSection,
+    LoraSection,
+    ModelSection,
+    TrainSection,
+)
 from umbra.trainer.data.train_batch import (
     ADVANTAGES,
     ROLLOUT_LOGPROBS,
@@ -45,8 +50,10 @@ from umbra.trainer.model import token_scoring
 from umbra.trainer.model.host_offload import HostOffload, Offload
 from umbra.trainer.model.lora_layers import LoraAdapters
 from umbra.trainer.model.micro_batches import MicroBatchBuilder
+from umbra.trainer.model.model_loading import replace_head
 from umbra.trainer.model.packed_attention import PACKED_ATTENTION, register_packed_attention
 from umbra.trainer.model.train_model import (
+    CRITIC,
     POLICY,
     REFERENCE,
     PassSettings,
@@ -66,6 +73,8 @@ NO_GROUPS = RewardGroups(np.zeros((1, 0), np.float32), np.zeros(1, np.int32), np
 TRAIN = TrainSection(
     steps=20, learning_rate=0.1, eps=0.01, weight_decay=0.1, max_grad_norm=0.1, clip_eps_high=0.3
 )
+# The policy's first step is the second.
+CRITIC_SETTINGS = CriticSection(warmup_steps=1, value_clip=0.05, gamma=0.99, lam=0.9)
 
 
 def make_policy(
@@ -79,6 +88,7 @@ def make_policy(
     compiles: bool = False,
     lora_rank: int = 0,
     lora_targets: Sequence[str] = (),
+    is_critic: bool = False,
 ) -> TrainModel:
     model = make_model(kind)
     if packed:
@@ -93,7 +103,10 @@ def make_policy(
     )
     lora = LoraSection(rank=lora_rank, alpha=8.0, targets=tuple(lora_targets))
     adapters = LoraAdapters(model, lora, torch.float32) if lora_rank else None
-    return TrainModel(PreparedModel(model, packed, None, adapters), world.fsdp, passes, train)
+    if is_critic:
+        replace_head(model, torch.float32)
+    prepared = PreparedModel(model, packed, None, adapters, is_critic=is_critic)
+    return TrainModel(prepared, world.fsdp, passes, train)
 
 
 def rank_batch(world: Mesh, seed: int, micro_batches: int) -> TrainBatch:
@@ -139,10 +152,14 @@ def make_train_step(
     train: TrainSection,
     reference: TrainModel | None = None,
     warn: Callable[[str], None] = print,
+    critic: TrainModel | None = None,
 ) -> TrainStep:
-    models = {POLICY: policy} if reference is None else {POLICY: policy, REFERENCE: reference}
+    others = {REFERENCE: reference, CRITIC: critic}
+    models = {POLICY: policy} | {name: model for name, model in others.items() if model}
     objective = PolicyObjective(train, load_loss(train.loss))
-    return TrainStep(models, make_builder(world, policy, train), train, objective, warn)
+    builder = make_builder(world, policy, train)
+    settings = CRITIC_SETTINGS if critic else None
+    return TrainStep(models, builder, train, objective, warn, critic=settings)
 
 
 def own_loss(logprobs: torch.Tensor, inputs: LossInputs, settings: TrainSection) -> LossOutput:
@@ -216,10 +233,12 @@ def train_and_return_parameters(
     lora_rank: int = 0,
     lora_targets: Sequence[str] = (),
 ) -> tuple[Arrays, list[dict[str, float]]]:
-    """Parameters after `num_steps` steps, whole, and the metrics of each step."""
+    """Parameters after `num_steps` steps, whole, and the metrics of each step. A critic's have its
+    name."""
     if num_replicas > 1:
         world = Mesh.of_group(world.device, num_replicas)
-    policy = make_policy(
+    make = partial(
+        make_policy,
         world,
         train,
         packed=packed,
@@ -230,10 +249,11 @@ def train_and_return_parameters(
         lora_rank=lora_rank,
         lora_targets=lora_targets,
     )
+    policy, critic = make(), make(is_critic=True) if train.advantage == "gae" else None
     has_reference = train.kl_coef and not lora_rank
     reference = make_policy(world, None, packed=packed, wrap=wrap) if has_reference else None
-    train_step = make_train_step(world, policy, train, reference)
-    models = [policy] if reference is None else [policy, reference]
+    train_step = make_train_step(world, policy, train, reference, critic=critic)
+    models = [model for model in (policy, reference, critic) if model]
     tensors = [p for model in models for p in model.parameters.values()]
     mover = HostOffload(offload, models, world.device)
     metrics: list[dict[str, float]] = []
@@ -241,7 +261,8 @@ def train_and_return_parameters(
         for seed in range(num_steps):
             metrics.append(train_step.run(rank_batch(world, seed, micro_batches), seed))
             check_away_and_back(mover, offload, tensors, policy)
-    return full_parameters(policy), metrics
+    values = full_parameters(critic) if critic else {}
+    return full_parameters(policy) | {f"{CRITIC}/{n}": v for n, v in values.items()}, metrics
 
 
 def check_away_and_back(
@@ -256,7 +277,8 @@ def check_away_and_back(
     for tensor in moments:
         assert (num_bytes(tensor) == 0) == (mode != "none" or tensor.to_local().numel() == 0)
     for tensor in tensors:
-        assert (num_bytes(tensor) == 0) == (mode == "all" or tensor.to_local().numel() == 0)
+        if tensor.to_local().numel():  # FSDP may pad a shard without elements
+            assert (num_bytes(tensor) == 0) == (mode == "all")
     for tensor, value in zip((*tensors, *moments), before, strict=True):
         assert torch.equal(mover.locate(tensor), value.to(mover.locate(tensor).device))
     for _ in range(2):

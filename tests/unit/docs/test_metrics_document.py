@@ -23,7 +23,7 @@ from umbra.trainer.config.trainer_config import TrainSection
 from umbra.trainer.reporting.memory_metrics import GpuMemorySeen
 
 ROOT = Path(__file__).resolve().parents[3]
-LITERAL = re.compile(r'"((?:time|sync|eval|memory|rollout|sft|train)/[a-z0-9_]+)"')
+LITERAL = re.compile(r'"((?:time|sync|eval|memory|rollout|sft|train|critic)/[a-z0-9_]+)"')
 
 
 def source_of(*folders: str) -> str:

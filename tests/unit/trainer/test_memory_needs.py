@@ -431,6 +431,25 @@ def test_a_reference_model_is_one_more_copy_of_the_parameters_in_the_models_dtyp
     assert more == 2 * SIZES["8B"].num_parameters  # in bfloat16
 
 
+def test_a_critic_takes_as_much_as_the_policy_but_no_second_gradient(tmp_path: Path) -> None:
+    save_model(tmp_path / "small")
+    small = ModelSizes.read(tmp_path / "small")
+
+    def need(advantage: str, offload: str = "none", **critic: Any) -> RankNeed:
+        train = {"advantage": advantage, "kl_coef": 0.1, "ema": 0.9, "offload": offload}
+        return rank_need(config_of(tmp_path, train=train, critic=critic), SIZES["8B"], 2)
+
+    parameters = 4 * SIZES["8B"].num_parameters // 2
+    plain, both, own = need("grpo"), need("gae"), need("gae", path=str(tmp_path / "small"))
+    assert both.training_nbytes - plain.training_nbytes == 3 * parameters  # no reference, no EMA
+    assert both.generation_nbytes - plain.generation_nbytes == 3 * parameters
+    assert both.activations_nbytes == plain.activations_nbytes
+    assert own.sync_nbytes - plain.sync_nbytes == 3 * 4 * small.num_parameters // 2
+    assert own.activations_nbytes == plain.activations_nbytes
+    left = need("gae", "optimizer").generation_nbytes - need("grpo", "optimizer").generation_nbytes
+    assert left == parameters
+
+
 def test_a_rank_that_sends_what_has_changed_keeps_what_it_sent_at_all_times(tmp_path: Path) -> None:
     plain, keeping = (
         rank_need(config_of(tmp_path, pool={"full_sync_every": every}), SIZES["8B"], 2)

@@ -62,7 +62,11 @@ def test_all_answers_are_settings_of_umbra() -> None:
             "+actor_rollout_ref.rollout.n=8",
             "'actor_rollout_ref.rollout.n' of verl: use 'rollout.group_size'",
         ),
-        ("critic.optim.lr=1e-5", f"'critic.optim.lr' of verl and AReaL: {ABSENT}"),
+        (
+            "critic.optim.lr=1e-5",
+            "'critic.optim.lr' of verl and AReaL: not in umbra; nearest is 'critic.learning_rate'",
+        ),
+        ("critic.cliprange_value=1", "'critic.cliprange_value' of verl: use 'critic.value_clip'"),
         ("model.name=x", "'model.name' of prime-rl: use 'model.path'"),
         ("optim.lr=1e-5", "'optim.lr' of verl and prime-rl: use 'train.learning_rate'"),
         ("trainer.total_epochs=3", "'trainer.total_epochs' of verl: use 'train.epochs'"),

@@ -155,6 +155,8 @@ MEANT = [
     "eval.samples=4 eval.temperature=1.0 eval.sets.easy=easy.jsonl",
     "data.eval=eval.jsonl data.eval_limit=9 train.eval_every=5",
     "data.eval=eval.jsonl train.eval_every=5 train.eval_beside=true pool.mode=standalone",
+    "train.advantage=gae rollout.group_size=1 critic.path=other critic.warmup_steps=2",
+    "train.advantage=gae model.lora.rank=8 train.kl_coef=0.1 train.kl_in_reward=true",
     "train.teacher_kl_coef=0.1 pools.teacher.model_path=models/large",
     "train.teacher_kl_coef=0.1 data.teacher_template={prompt}{successful_completion}",
     "train.advantage=none train.teacher_kl_coef=1 pools.teacher.model_path=models/large "
@@ -172,6 +174,13 @@ train.advantage=none rollout.group_size=1 data.teacher_template={successful_comp
 train.advantage=none reward.function= data.eval=eval.jsonl \
 -> reward.function reward.functions data.eval eval.sets
 """)
+REFUSED_WITH_A_CRITIC = cases("""
+train.advantage=rloo -> train.advantage
+train.advantage=gae train.loss=gspo -> train.advantage train.loss
+train.advantage=gae critic.path=other model.lora.rank=8 -> critic.path model.lora.rank
+train.advantage=gae critic.warmup_steps=10 -> train.steps critic.warmup_steps
+""")
+WITH_OTHERS = (*REFUSED_WITH_A_TEACHER, *REFUSED_WITH_A_CRITIC)
 
 
 @pytest.mark.parametrize(("overrides", "names"), REFUSED)
@@ -185,12 +194,18 @@ def test_a_combination_without_a_sensible_meaning_is_refused(
     assert (source, named_in(message)) == (overrides, names)
 
 
-@pytest.mark.parametrize(("overrides", "names"), REFUSED_WITH_A_TEACHER)
-def test_a_combination_that_no_teacher_makes_sense_of_is_refused(
-    overrides: str, names: list[str]
+@pytest.mark.parametrize(
+    ("given", "overrides", "names"),
+    [
+        *((TEACHER, *case) for case in REFUSED_WITH_A_TEACHER),
+        *(("critic.lam=0.95", *case) for case in REFUSED_WITH_A_CRITIC),
+    ],
+)
+def test_a_combination_that_no_teacher_or_critic_makes_sense_of_is_refused(
+    given: str, overrides: str, names: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as raised:
-        config_with(f"{TEACHER} {overrides}")
+        config_with(f"{given} {overrides}")
 
     assert f": {names[0]} = " in str(raised.value)
     assert named_in(str(raised.value)[str(raised.value).index(f"{names[0]} = ") :]) == names
@@ -211,7 +226,7 @@ def test_sensible_combinations_pass_in_silence(overrides: str) -> None:
 
 
 def test_every_rule_has_a_case() -> None:
-    proved = [names for _, names in (*REFUSED, *REFUSED_WITH_A_TEACHER, *QUESTIONABLE)]
+    proved = [names for _, names in (*REFUSED, *WITH_OTHERS, *QUESTIONABLE)]
 
     assert [rule.settings for rule in RULES if list(rule.settings) not in proved] == []
 

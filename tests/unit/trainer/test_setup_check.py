@@ -242,13 +242,38 @@ def write_teacher(folder: str, model: dict[str, Any], tokenizer: dict[str, Any])
 
 
 @pytest.mark.parametrize(
+    ("vocabulary", "model", "said"),
+    [
+        (TOKENS, {}, ""),
+        ({"a": 0, "b": 1}, {}, r"token 'c' is 2 .*, and not a token in that of critic \(3\)"),
+        (TOKENS, {"vocab_size": 49}, "may generate 50 tokens, and this model knows 49"),
+    ],
+)
+def test_a_critic_that_could_not_read_every_completion_is_refused(
+    values: dict[str, Any], vocabulary: dict[str, int], model: dict[str, Any], said: str
+) -> None:
+    added = [{"content": "<eos>", "id": 3}]
+    own = {"model": {"vocab": TOKENS}, "added_tokens": added}
+    Path("model/tokenizer.json").write_text(json.dumps(own))
+    write_teacher("critic", model, {"model": {"vocab": vocabulary}, "added_tokens": added})
+    values["critic"] = {"path": "critic"}
+    config = config_of(values, "train", advantage="gae")
+
+    if not said:
+        check_setup(config, environment())
+        return
+    with pytest.raises(ConfigError, match=rf"^critic\.path: .*{said}"):
+        check_setup(config, environment())
+
+
+@pytest.mark.parametrize(
     ("vocabulary", "model", "pool", "said"),
     [
         (TOKENS, {}, {}, ""),
         (TOKENS | {"<think>": 4}, {"vocab_size": 60}, {}, ""),
         ({"a": 0, "c": 1, "b": 2}, {}, {}, r"token 'b' is 1 in .* model \(4 tokens\), and 2 in"),
         ({"a": 0, "b": 1}, {}, {}, r"token 'c' is 2 .*, and not a token in that of teacher \(3\)"),
-        (TOKENS, {"vocab_size": 49}, {}, "may generate 50 tokens, and the teacher knows 49"),
+        (TOKENS, {"vocab_size": 49}, {}, "may generate 50 tokens, and this model knows 49"),
         (TOKENS, {}, {"max_context_len": 511}, "max_context_len is 511, and .* need 512: set"),
         (TOKENS, {"max_position_embeddings": 600}, {"engine": "vllm"}, ""),
         (TOKENS, {}, {"engine": "vllm"}, "max_context_len is 512, and .* need 513: set it"),

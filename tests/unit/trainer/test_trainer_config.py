@@ -358,8 +358,11 @@ def test_errors_of_file_and_command_line_name_their_source(tmp_path: Path) -> No
     [
         ("train.stepz=3", ["train.stepz is unknown", "did you mean 'steps'?", "learning_rate"]),
         ("trian.steps=3", ["trian is unknown", "did you mean 'train'?"]),
-        ("rollout.learning_rate=1", ["is unknown; did you mean 'train.learning_rate'?"]),
-        ("rollout.learning_rates=1", ["is unknown; did you mean 'train.learning_rate'?"]),
+        ("rollout.min_lr_ratio=1", ["is unknown; did you mean 'train.min_lr_ratio'?"]),
+        (
+            "rollout.learning_rates=1",
+            ["did you mean 'train.learning_rate' or 'critic.learning_rate'?"],
+        ),
         ("rollout.device=cpu", ["did you mean 'pool.device' or 'train.device'?"]),
         ("pool.timeout_s=1", ["pool.timeout_s is unknown; did you mean 'sync_timeout_s'?"]),
         ("train.ema_decay=0.9", ["train.ema_decay is unknown; did you mean 'ema'?"]),

@@ -1,0 +1,96 @@
+"""What a critic adds to a step: advantages and returns of each token, and its own objective."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import torch
+
+from umbra.trainer.algorithms.advantages import normalize_over_batch
+from umbra.trainer.algorithms.base import LossMetric, LossOutput
+from umbra.trainer.algorithms.gae import gae, rewards_at_ends, value_loss
+from umbra.trainer.config.trainer_config import CriticSection, TrainSection
+from umbra.trainer.data.train_batch import (
+    ADVANTAGES,
+    PROXIMAL_LOGPROBS,
+    REFERENCE_LOGPROBS,
+    RETURNS,
+    VALUES,
+)
+from umbra.trainer.model.micro_batches import MicroBatch
+from umbra.trainer.model.token_scoring import EntropyUse
+from umbra.trainer.model.train_model import TokenScores
+from umbra.trainer.world.mesh import sum_over_ranks
+
+_ROUNDING: Final = 1e-9
+"""Returns whose variance is a smaller share of their square are all the same."""
+
+
+class ValueObjective:
+    """An `Objective`: the error of the values to the batch's returns."""
+
+    entropy_use: EntropyUse = "none"
+
+    def __init__(self, clip: float) -> None:
+        self._clip = clip
+
+    def __call__(self, scores: TokenScores, micro_batch: MicroBatch) -> LossOutput:
+        columns = micro_batch.columns
+        output = value_loss(
+            scores.logprobs, columns[VALUES], columns[RETURNS], micro_batch.weights, self._clip
+        )
+        loss = LossMetric(output.loss, "sum")
+        return LossOutput(output.loss, {"loss": loss, **output.metrics})
+
+
+def add_gae(
+    micro_batches: Sequence[MicroBatch], critic: CriticSection, train: TrainSection
+) -> dict[str, float]:
+    """Puts advantages in the place of the samples' rewards, and adds the returns that values are to
+    become, from the critic's values before the step. With `train.kl_in_reward`, each token's reward
+    has its KL. Returns metrics of the values. Collective."""
+    for micro_batch in micro_batches:
+        columns, lens = micro_batch.columns, micro_batch.sample_lens
+        rewards = rewards_at_ends(columns[ADVANTAGES], lens)
+        if train.kl_in_reward and train.kl_coef:
+            kl = columns[PROXIMAL_LOGPROBS] - columns[REFERENCE_LOGPROBS]
+            rewards = rewards - train.kl_coef * kl
+        values = columns[VALUES]
+        of_returns = gae(rewards, values, lens, critic.gamma, critic.returns_lam)
+        advantages = gae(rewards, values, lens, critic.gamma, critic.lam)
+        columns[RETURNS] = (values + of_returns).to(values.dtype)
+        columns[ADVANTAGES] = advantages.to(values.dtype)
+    own = [each for each in micro_batches if len(each.places)]
+    if train.advantage_norm == "batch":
+        _normalize(own)
+    return _metrics(own, micro_batches[0].weights.device)
+
+
+def _normalize(micro_batches: Sequence[MicroBatch]) -> None:
+    found = [each.columns[ADVANTAGES].cpu().numpy() for each in micro_batches]
+    whole = normalize_over_batch(np.concatenate([*found, np.zeros(0, np.float32)]))
+    parts = np.split(whole, np.cumsum([len(each) for each in found]))
+    for micro_batch, part in zip(micro_batches, parts, strict=False):
+        advantages = micro_batch.columns[ADVANTAGES]
+        micro_batch.columns[ADVANTAGES] = torch.as_tensor(part).to(advantages)
+
+
+def _metrics(micro_batches: Sequence[MicroBatch], device: torch.device) -> dict[str, float]:
+    """Means over all tokens, and the share of the returns' variance that the values explain."""
+    sums = torch.zeros(5, dtype=torch.float64, device=device)
+    for micro_batch in micro_batches:
+        returns = micro_batch.columns[RETURNS].double()
+        errors = returns - micro_batch.columns[VALUES]
+        moments = (returns, returns.square(), errors, errors.square())
+        sums += torch.stack([sums.new_tensor(len(returns)), *(each.sum() for each in moments)])
+    count, *totals = (float(each) for each in sum_over_ranks(sums).cpu())
+    if not count:
+        return {}
+    mean, square, error, squared_error = (total / count for total in totals)
+    variance, unexplained = square - mean**2, squared_error - error**2
+    metrics = {"critic/return_mean": mean, "critic/value_mean": mean - error}
+    if variance > _ROUNDING * square:
+        metrics["critic/explained_variance"] = 1 - unexplained / variance
+    return metrics
