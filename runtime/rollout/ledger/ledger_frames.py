@@ -34,11 +34,10 @@ length field cost a long checksum."""
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """The good frames of a file, in order."""
+    """The good frames of a file, in order; what follows them is no whole frame."""
 
     frames: list[tuple[int, memoryview]]  # (offset in the file, payload) of each
     stop: int  # where the last good frame ends
-    is_torn: bool  # whether the bytes after `stop` are not a whole frame
 
 
 def head_of(chunks: Sequence[Buffer], offset: int) -> bytes:
@@ -68,7 +67,7 @@ def scan(data: Buffer, path: Path, start: int = 0) -> Scan:
                 "backup (nothing else records what was sampled and trained), or begin a new run in "
                 "another folder"
             )
-    return Scan(frames, start + offset, offset < len(view))
+    return Scan(frames, start + offset)
 
 
 def read_first(path: Path) -> memoryview | None:

@@ -122,10 +122,6 @@ class LedgerWriter:
             logger.error("closing the ledger failed: %s", self._failure)
 
     @property
-    def incarnation(self) -> int:
-        return self._log.incarnation
-
-    @property
     def position(self) -> Position:
         """The position after the last durable frame; checkpoints store it."""
         return self._position
