@@ -161,7 +161,7 @@ async def main() -> None:
     checkpoint, position = None, ""
     if restored:
         step, version, position = json.loads(restored)
-        checkpoint = Restored(step, version, keep_newer=False)
+        checkpoint = Restored(step, version)
     folder = ledger_folder(Path(run_dir), "rollouts")
     async with (
         Recorder(folder, fail, float(ledger_gb) * 1e9) as recorder,

@@ -232,12 +232,11 @@ class Restored:
 
     `version` was the newest when the checkpoint was made. Samples leased for that step or later are
     scored again. Other samples that are not trained lose all tokens from the first one of a later
-    step's version on, unless `keep_newer`.
+    step's version on.
     """
 
     step: int
     version: int
-    keep_newer: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,7 +389,6 @@ class _Anything:
 
 _INT: Final = _Plain(int)
 _STR: Final = _Plain(str)
-_BOOL: Final = _Plain(bool)
 _FLOAT: Final = _Plain(float)
 _I64: Final = _Ints("<i8")
 _I32: Final = _Ints("<i4")
@@ -412,7 +410,7 @@ _KINDS: Final[dict[int, tuple[type[Any], tuple[Any, ...]]]] = {
     11: (Leased, (_INT, _I64)),
     12: (Dropped, (_I64, _STR, _STR)),
     13: (Checkpoint, (_INT, _INT)),
-    14: (Restored, (_INT, _INT, _BOOL)),
+    14: (Restored, (_INT, _INT)),  # earlier umbras wrote a third field, always false
     15: (Evaluated, (_INT, _FLOAT, _Anything())),
     16: (RewardParts, (_I64, _Texts(), _F64)),
     17: (TeacherLogprobs, (_INT, _F32)),
@@ -433,9 +431,11 @@ def _from_wire(item: Any) -> Event:
     if tag not in _KINDS:
         raise ValueError(f"event tag {tag!r} is unknown: was this written by a newer umbra?")
     kind, forms = _KINDS[tag]
-    if len(values) != len(forms):
+    if len(values) < len(forms):
         raise ValueError(f"{kind.__name__} has {len(values)} fields, expected {len(forms)}")
-    event: Event = kind(*[form.from_wire(value) for form, value in zip(forms, values, strict=True)])
+    event: Event = kind(
+        *[form.from_wire(value) for form, value in zip(forms, values, strict=False)]
+    )
     return event
 
 

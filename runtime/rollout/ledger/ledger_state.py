@@ -420,12 +420,11 @@ class LedgerState:
                 sample.step = None
         self.steps_done = self.covered_step = min(self.steps_done, event.step)
         self._advance(event.step)
-        if not event.keep_newer:
-            self._distribute()
-            newer = {version for version, step in self.versions.items() if step > event.step}
-            for sample in self._samples.values():
-                if sample.state in _UNLEASED:
-                    self._roll_back(sample, sample.first_of(newer))
+        self._distribute()
+        newer = {version for version, step in self.versions.items() if step > event.step}
+        for sample in self._samples.values():
+            if sample.state in _UNLEASED:
+                self._roll_back(sample, sample.first_of(newer))
         self._settle(event.step)
 
     def _roll_back(self, sample: SampleAccount, num_tokens: int) -> None:

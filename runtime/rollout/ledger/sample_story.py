@@ -123,7 +123,7 @@ class _Story:
         if self._step is not None and self._step >= event.step:
             self._step = None
             self._note(time_s, "restored", f"not trained up to step {event.step}")
-        if self._step is None and not event.keep_newer:
+        if self._step is None:
             newer = [run for run in self._runs if self._versions.get(run[3], 0) > event.step]
             if newer:
                 num_lost = self._runs[-1][2] - newer[0][1]

@@ -360,11 +360,10 @@ class SampleTable:
         self.restores.append(event.step)
         self.steps_done = self.covered_step = event.step
         self._advance(event.step, end)
-        if not event.keep_newer:
-            newer = {version for version, step in self.versions.items() if step > event.step}
-            for row in self.live.values():
-                if row.state in _UNLEASED:
-                    self._roll_back(row, newer)
+        newer = {version for version, step in self.versions.items() if step > event.step}
+        for row in self.live.values():
+            if row.state in _UNLEASED:
+                self._roll_back(row, newer)
 
     def _roll_back(self, row: SampleRow, newer: set[int]) -> None:
         stop = next((start for start, version in row.segments if version in newer), row.num_tokens)

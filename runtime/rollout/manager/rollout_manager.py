@@ -131,7 +131,7 @@ class RolloutManager:
         the ledger ends before the position, is damaged, or belongs to another data set.
         """
         async with self._recovering:
-            kept = await self._recover(Restored(step, version, keep_newer=False), position)
+            kept = await self._recover(Restored(step, version), position)
             await self._recorder.durable()  # a manager that dies now must not lose the restoring
             return kept
 

@@ -156,7 +156,7 @@ def test_what_was_dropped_rolled_back_or_interrupted_is_shown(run: Run) -> None:
         run.text(2, 4, 1, " and more"),
         run.text(3, 4, 1, " and more"),
         Cut(uids_of(2, 3, 4), "the rollout manager restarted"),
-        Restored(0, 0, False),
+        Restored(0, 0),
         Started(uids_of(2)),
         run.text(2, 4, 0, "!"),
         Reset(4, "its process died"),

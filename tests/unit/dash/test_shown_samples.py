@@ -60,7 +60,7 @@ def test_samples_appear_as_the_ledger_grows_and_none_is_lost_when_it_is_begun_ag
         assert states == ["in training", "in training", "trained", "trained"]
     with LedgerLog.open(ledger_folder(tmp_path, "rollouts"), "job") as log:
         assert len(ids(index)) == 4
-        write(log, [Restored(0, 0, keep_newer=False)])
+        write(log, [Restored(0, 0)])
         assert ids(index, step=1) == []
         assert len(ids(index)) == 2
 

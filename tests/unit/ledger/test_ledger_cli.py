@@ -48,7 +48,7 @@ def run_dir(tmp_path: Path) -> Path:
         ]):  # fmt: skip
             log.write(encode_batches(BEGAN_S + idx, batch))
     with LedgerLog.open(ledger_folder(tmp_path, "m0"), "job-b", clock=lambda: BEGAN_S + 60) as log:
-        log.write(encode_batches(BEGAN_S + 61, [Cut(uids_of(2), "died"), Restored(1, 1, False)]))
+        log.write(encode_batches(BEGAN_S + 61, [Cut(uids_of(2), "died"), Restored(1, 1)]))
         log.write(encode_batches(BEGAN_S + 62, [Evaluated(1, 0.0, {"accuracy": 0.5})]))
     return tmp_path
 

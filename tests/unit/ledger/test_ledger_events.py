@@ -105,7 +105,7 @@ EVENTS: st.SearchStrategy[Event] = st.one_of(
     st.builds(Leased, NUMBERS, UIDS),
     st.builds(Dropped, UIDS, TEXTS, TEXTS),
     st.builds(Checkpoint, NUMBERS, NUMBERS),
-    st.builds(Restored, NUMBERS, NUMBERS, st.booleans()),
+    st.builds(Restored, NUMBERS, NUMBERS),
     st.builds(Evaluated, NUMBERS, REWARDS, st.dictionaries(TEXTS, VALUES, max_size=3)),
 )
 
@@ -263,3 +263,9 @@ def test_inconsistent_columns_are_refused() -> None:
 def test_what_is_no_batch_is_refused(item: Any) -> None:
     with pytest.raises(LedgerError, match="cannot be decoded"):
         list(decode_batches(msgpack.packb(item)))
+
+
+def test_a_third_field_of_earlier_umbras_is_passed_over() -> None:
+    (batch,) = decode_batches(msgpack.packb([1.0, [14, 2, 3, False]]))
+
+    assert [wire(event) for event in batch.events] == [wire(Restored(2, 3))]

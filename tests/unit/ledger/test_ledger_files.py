@@ -268,7 +268,7 @@ def test_replay_foresees_restores_and_the_callers_own(tmp_path: Path) -> None:
         [Version(1, 1), Checkpoint(1, 1)],
         life_of_a_group(2, "b", 1, 1),
         [Version(2, 2), Checkpoint(2, 2)],
-        [Restored(1, 1, False)],
+        [Restored(1, 1)],
     ]
     with LedgerLog.open(tmp_path, "job") as log:
         write_events(log, *history)
@@ -277,7 +277,7 @@ def test_replay_foresees_restores_and_the_callers_own(tmp_path: Path) -> None:
     assert state.sample(2).tokens.tolist() == [1, 2, 3]
     state = replay(read_history(tmp_path).entries, restoring_step=0)
     assert state.sample(0).tokens.tolist() == [1, 2, 3]
-    state.apply(Restored(0, 0, False))
+    state.apply(Restored(0, 0))
     assert str(state.sample(0).state) == "scored"
 
 

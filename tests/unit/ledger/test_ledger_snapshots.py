@@ -65,7 +65,7 @@ def check_state(folder: Path, restoring_step: int | None = None) -> None:
     content = read_content(history, restoring_step)
     if restoring_step is not None:
         for state in (whole, content.state):
-            state.apply(Restored(restoring_step, restoring_step, False))
+            state.apply(Restored(restoring_step, restoring_step))
     content.state.check_integrity()
     assert wire_of(content.state) == wire_of(whole)
 
@@ -223,7 +223,7 @@ def test_after_a_return_to_a_checkpoint_snapshots_of_the_discarded_steps_do_not_
         write_events(log, [Checkpoint(4, 4)], *steps(4, 7))
     take_snapshot(read_history(tmp_path), [4])
     with LedgerLog.open(tmp_path, "job") as log:
-        write_events(log, [Restored(4, 4, False)])
+        write_events(log, [Restored(4, 4)])
         check_state(tmp_path)
         check_state(tmp_path, 4)
     content = read_content(read_history(tmp_path))
@@ -245,7 +245,7 @@ def test_the_job_goes_back_to_one_checkpoint_twice_with_a_newer_one_between(tmp_
     begin(tmp_path, 4)
     take_snapshot(read_history(tmp_path), [4])
     with LedgerLog.open(tmp_path, "job") as log:
-        write_events(log, [Checkpoint(4, 4)], *steps(4, 5), [Restored(4, 4, False)])
+        write_events(log, [Checkpoint(4, 4)], *steps(4, 5), [Restored(4, 4)])
     with LedgerLog.open(tmp_path, "job") as log:
         again = [Version(54, 4), Leased(4, uids_of(8, 9)), Version(55, 5), Checkpoint(5, 55)]
         write_events(log, again)

@@ -82,7 +82,7 @@ def test_a_restored_checkpoint_reverts_later_leases_and_cuts_newer_tokens() -> N
         admitted(6, "d"),
         Started(uids_of(6, 7)),
         runs_of((6, 0, 1, [1, 2]), (6, 2, -1, [3]), (6, 3, 2, [4, 5]), (6, 5, -1, [6])),
-        Restored(1, 1, False),
+        Restored(1, 1),
     )
 
     assert state.steps_done == 1
@@ -108,20 +108,8 @@ def test_teacher_logprobs_last_until_tokens_are_cut_off(is_scored: bool) -> None
     for held in (state, again):
         assert str(held.sample(0).teacher_logprobs) == str(found)
         assert held.sample(1).teacher_logprobs is None
-    state.apply(Restored(0, 0, False))
+    state.apply(Restored(0, 0))
     assert state.sample(0).teacher_logprobs is None
-
-
-def test_keep_newer_keeps_tokens_and_rewards() -> None:
-    state = state_of(
-        Version(0, 0),
-        Version(1, 1),
-        *life_of_a_group(0, "a", 1, 1),
-        Restored(0, 0, True),
-    )
-
-    sample = state.sample(0)
-    assert (sample.state, sample.reward, sample.num_tokens) == (SampleState.SCORED, 1.0, 3)
 
 
 def test_going_back_behind_the_newest_checkpoint_needs_a_replay_that_knows() -> None:
@@ -136,8 +124,8 @@ def test_going_back_behind_the_newest_checkpoint_needs_a_replay_that_knows() -> 
     ]
 
     with pytest.raises(LedgerError, match="restoring_step=1"):
-        state_of(*events, Restored(1, 1, False))
-    state = state_of(*events, Restored(1, 1, False), restores=[1])
+        state_of(*events, Restored(1, 1))
+    state = state_of(*events, Restored(1, 1), restores=[1])
 
     assert state.counts[SampleState.TRAINED] == 2
     assert state.sample(2).state is SampleState.SCORED
@@ -149,16 +137,14 @@ def test_going_back_behind_the_newest_checkpoint_needs_a_replay_that_knows() -> 
 
 
 def test_a_checkpoint_whose_version_was_lost_in_a_crash_can_be_restored() -> None:
-    state = state_of(
-        Version(0, 0), *life_of_a_group(0, "a", 0, 0), Restored(1, 1, False), Version(2, 2)
-    )
+    state = state_of(Version(0, 0), *life_of_a_group(0, "a", 0, 0), Restored(1, 1), Version(2, 2))
 
     assert state.counts[SampleState.TRAINED] == 2
     assert state.versions == {0: 0, 1: 1, 2: 2}
 
 
 def test_a_step_without_a_version_of_its_own_is_restored_under_the_last_one() -> None:
-    state = state_of(Version(0, 0), Version(1, 1), Restored(2, 1, False))
+    state = state_of(Version(0, 0), Version(1, 1), Restored(2, 1))
 
     assert (state.steps_done, state.versions) == (2, {0: 0, 1: 1})
 
@@ -169,7 +155,7 @@ def test_the_last_evaluation_is_known_until_the_job_goes_back() -> None:
 
     assert state_of(*events[:3]).evaluation == first
     assert state_of(*events).evaluation == second
-    assert state_of(*events, Restored(1, 1, False)).evaluation is None
+    assert state_of(*events, Restored(1, 1)).evaluation is None
 
 
 def test_what_ctx_once_recorded_survives_a_reset() -> None:
@@ -408,8 +394,8 @@ class Ledgers(RuleBasedStateMachine):
         self.checkpoints[self.steps] = self.current
         self.do(Checkpoint(self.steps, self.current))
 
-    @rule(data=st.data(), keep_newer=st.booleans())
-    def restore(self, data: st.DataObject, keep_newer: bool) -> None:
+    @rule(data=st.data())
+    def restore(self, data: st.DataObject) -> None:
         step = data.draw(st.sampled_from(sorted(self.checkpoints)))
         version = self.checkpoints[step]
         self.restores.append(step)
@@ -418,14 +404,14 @@ class Ledgers(RuleBasedStateMachine):
         self.state.foresee(self.restores)
         for event in self.events:
             self.state.apply(event)
-        self.do(Restored(step, version, keep_newer))
+        self.do(Restored(step, version))
         self.steps, self.current = step, version
         self.checkpoints = {at: v for at, v in self.checkpoints.items() if at <= step}
         newer = {v for v, at in self.versions.items() if at > step}
         for sample in self.model.values():
             if sample["state"] == "leased" and sample["step"] >= step:
                 sample.update(state="scored", step=None)
-            if sample["state"] in ("leased", "dropped") or keep_newer:
+            if sample["state"] in ("leased", "dropped"):
                 continue
             kept: list[Any] = []
             for triple in sample["tokens"]:

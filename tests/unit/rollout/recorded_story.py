@@ -62,7 +62,7 @@ class Story:
 
     async def begin(self) -> None:
         await self.life.recorder.__aenter__()
-        await self.life.recover(Restored(0, 0, keep_newer=False), "")
+        await self.life.recover(Restored(0, 0), "")
 
     def note(self, text: object) -> None:
         self.moves.append(str(text))
@@ -405,7 +405,7 @@ class Story:
         while len(self.kept) > 1 and self.chance.random() < 0.3:
             self.kept.pop()
         kept = self.kept[-1]
-        restored = Restored(kept.step, kept.version, keep_newer=False)
+        restored = Restored(kept.step, kept.version)
         self.step, self.phase, self.is_current = kept.step, "publish", False
         self.delivered = {s: batch for s, batch in self.delivered.items() if s < self.step}
         self.note(f"back to {restored}")

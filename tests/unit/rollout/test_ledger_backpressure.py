@@ -72,7 +72,7 @@ async def living(folder: Path, disk: Disk) -> AsyncGenerator[tuple[Life, Engine]
     life, engine = Life(folder, CONFIG), Engine(A, 1)
     await life.recorder.__aenter__()
     try:
-        await life.recover(Restored(0, 0, keep_newer=False), "")
+        await life.recover(Restored(0, 0), "")
         life.learn(1, 0)
         await life.recorder.durable()
         life.dispatcher.attach(A, engine)

@@ -112,7 +112,7 @@ def test_a_batch_is_planned_once_however_often_ranks_ask_for_it(
         config = rollout_config(stop_token_ids=(0,), world_size=2)
         life, engine = Life(tmp_path, config), Engine(EngineId("a", 1), 1)
         async with life.recorder:
-            await life.recover(Restored(0, 0, keep_newer=False), "")
+            await life.recover(Restored(0, 0), "")
             life.learn(1, 0)
             life.dispatcher.attach(engine.engine_id, engine)
             life.dispatcher.set_serving(engine.engine_id, True)
