@@ -21,6 +21,7 @@ def test_training_continues_beside_an_evaluation_up_to_the_next_one(folder: Path
         "train.eval_at_start=false",
         "train.eval_every=3",
         "train.steps=8",
+        "eval.sets.more=held_out.jsonl",
     )
     (folder / "held").mkdir()
     (folder / "held" / "evaluation").touch()
@@ -36,6 +37,9 @@ def test_training_continues_beside_an_evaluation_up_to_the_next_one(folder: Path
     evaluated = [row for row in rows if "eval/accuracy" in row]
     assert [row["step"] for row in evaluated] == [3, 6, 8]
     assert rows.index(evaluated[0]) > 5
+    for row in evaluated:  # of two prompts each
+        of_sets = [row[f"eval/{name}/reward_mean"] for name in ("eval", "more")]
+        assert row["eval/reward_mean"] == pytest.approx(sum(of_sets) / 2)
     shares = [row.get("eval/later_tokens_share") for row in evaluated]
     assert shares[2] is None  # the last one has the weights that are exported
     assert all(share is not None and 0 <= share <= 1 for share in shares[:2])

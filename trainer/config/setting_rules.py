@@ -549,6 +549,11 @@ RULES: Final = (
         "greedy completions of a prompt are all the same: set eval.temperature above 0, or "
         "eval.samples to 1",
     ),
+    Rule(
+        "error",
+        "data.eval is not None and 'eval' in eval.sets",
+        "this is what the set of data.eval is called: rename the other one",
+    ),
     *_unused(
         "data.eval is None",
         "name held-out prompts in data.eval",

@@ -297,8 +297,9 @@ class EvalSection(Settings):
         top_k: Only so many of the most probable tokens are sampled. Default: 0, all tokens.
         max_new_tokens: Largest number of tokens of one completion. Default:
             `rollout.max_new_tokens`.
-        sets: Further files of held-out prompts, or data sets as for `data.eval`, by name. Only
-            `umbra eval` evaluates them.
+        sets: Further files of held-out prompts, or data sets as for `data.eval`, by name. They have
+            scores of their own, and are part of those of all. A training evaluates them with
+            `data.eval` only.
     """
 
     samples: Positive = 1

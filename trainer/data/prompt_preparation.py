@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -68,6 +69,9 @@ class PromptBudget:
             )
 
 
+NO_SETS: Final[Mapping[str, Path]] = MappingProxyType({})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptFiles:
     """The prompt files of a run, and what is wrong with the data without ending the run."""
@@ -81,15 +85,22 @@ class PromptFiles:
     warnings: Sequence[str] = ()
 
 
-def check_data(data: DataSection) -> None:
-    """Cheap checks of the files and their first rows, before anything is started. Raises DataError
-    with the setting, or file, line, cause and remedy."""
-    for paths, key in ((data.train_files, "data.train"), (data.eval_files, "data.eval")):
-        for path in paths:
-            check_prompts(data, path, key)
+def check_data(data: DataSection, sets: Mapping[str, Path] = NO_SETS) -> None:
+    """Cheap checks of the files and their first rows, also of further held-out `sets`, before
+    anything is started. Raises DataError with the setting, or file, line, cause and remedy."""
+    for path in data.train_files:
+        _check_prompts(data, path, "data.train")
+    check_held_out(data, sets)
 
 
-def check_prompts(data: DataSection, path: Path, key: str) -> None:
+def check_held_out(data: DataSection, sets: Mapping[str, Path]) -> None:
+    for path in data.eval_files:
+        _check_prompts(data, path, "data.eval")
+    for name, path in sets.items():
+        _check_prompts(data, path, f"eval.sets.{name}")
+
+
+def _check_prompts(data: DataSection, path: Path, key: str) -> None:
     """Checks one file, which the setting `key` names."""
     check_data_file(path, key)
     first = next(read_rows(path), None)
@@ -109,10 +120,11 @@ def prepare_prompts(
     folder: Path,
     min_prompts: int,
     groups_per_step: int,
+    sets: Mapping[str, Path] = NO_SETS,
     on_prompt: Callable[[], None] = lambda: None,
     kept: KeptPrompts | None = None,
 ) -> PromptFiles:
-    """Tokenizes the data sets into `folder`. One rank calls it.
+    """Tokenizes the data sets into `folder`, those of `sets` behind `data.eval`. One rank calls it.
 
     There must be `min_prompts` useful training prompts (one per rank); fewer than `groups_per_step`
     cause a warning. `on_prompt` is called for each tokenized prompt; `kept` has the prompts that a
@@ -138,10 +150,10 @@ def prepare_prompts(
             f"rollout.groups_per_step = {groups_per_step}: a step has some of them more than once; "
             "lower rollout.groups_per_step, or give more prompts"
         ]
-    eval_path, num_eval = None, 0
+    eval_path, num_eval, sizes = None, 0, dict[str, int]()
     if data.eval is not None:
-        prompts = _read_prompts(data, data.eval_files, tokenizer, budget.for_eval())
-        prompts = _take(prompts, data.eval_limit)
+        all_sets = held_out_sets(data, sets)
+        prompts = _read_held_out(data, all_sets, tokenizer, budget, sizes, named=bool(sets))
         eval_path = folder / "eval_prompts.msgpack"
         prompts = repeated.pass_held_out(prompts)
         if kept is not None:
@@ -152,6 +164,7 @@ def prepare_prompts(
         num_train=num_train,
         eval_path=eval_path,
         num_eval=num_eval,
+        eval_sets=sizes if sets else {},
         warnings=[*few, *repeated.warnings()],
     )
 
@@ -166,20 +179,38 @@ def prepare_held_out(
 ) -> PromptFiles:
     """Tokenizes sets of held-out prompts into one file in `folder`, in which ids are SET/ID. Raises
     like `prepare_prompts`."""
-    sizes = dict.fromkeys(sets, 0)
-
-    def prompts() -> Iterator[dict[str, Any]]:
-        for name, paths in sets.items():
-            found = _take(_read_prompts(data, paths, tokenizer, budget.for_eval()), data.eval_limit)
-            for prompt in found:
-                sizes[name] += 1
-                yield prompt | {"id": f"{name}/{prompt['id']}"}
-
+    sizes = dict[str, int]()
     path = folder / "eval_prompts.msgpack"
-    num_eval = _write(path, prompts())
+    num_eval = _write(path, _read_held_out(data, sets, tokenizer, budget, sizes))
     return PromptFiles(
         train_path=path, num_train=0, eval_path=path, num_eval=num_eval, eval_sets=sizes
     )
+
+
+def held_out_sets(data: DataSection, sets: Mapping[str, Path]) -> dict[str, Sequence[Path]]:
+    """The files of held-out prompts by name; `data.eval` is called "eval"."""
+    first = {} if data.eval is None else {"eval": data.eval_files}
+    return {**first, **{name: [path] for name, path in sets.items()}}
+
+
+def _read_held_out(
+    data: DataSection,
+    sets: Mapping[str, Sequence[Path]],
+    tokenizer: ModelTokenizer,
+    budget: PromptBudget,
+    sizes: dict[str, int],
+    *,
+    named: bool = True,
+) -> Iterator[dict[str, Any]]:
+    """Prompts of one set after the other, whose `sizes` are known at the end. If `named`,
+    ids are SET/ID."""
+    for name, paths in sets.items():
+        sizes[name] = 0
+        for prompt in _take(
+            _read_prompts(data, paths, tokenizer, budget.for_eval()), data.eval_limit
+        ):
+            sizes[name] += 1
+            yield prompt | {"id": f"{name}/{prompt['id']}"} if named else prompt
 
 
 def _write(

@@ -245,7 +245,7 @@ class NodeChecks:
         return f"{budget.max_context_len} tokens, {budget.max_new_tokens} of them generated"
 
     def _data(self) -> str:
-        check_data(self._config.data)
+        check_data(self._config.data, self._config.eval.sets)
         return ", ".join(
             str(path) for path in (*self._config.data.train_files, *self._config.data.eval_files)
         )
@@ -260,6 +260,7 @@ class NodeChecks:
                 folder=Path(folder),
                 min_prompts=self._environment.world_size,
                 groups_per_step=config.rollout.groups_per_step,
+                sets=config.eval.sets,
             )
             with contextlib.closing(PromptSet.open(files.train_path)) as prompts:
                 self._first_prompt = prompts[0]

@@ -207,13 +207,11 @@ class RunReporter:
         if self.accuracy_before is None and self._config.train.eval_at_start:
             self.accuracy_before = self._earlier_accuracy(accuracy)
         row = {
-            "eval/accuracy": accuracy,
-            "eval/accuracy_low": low,
-            "eval/accuracy_high": high,
-            "eval/reward_mean": float(result["mean_reward"]),
+            **_eval_metrics("eval", result),
             "eval/completion_len_mean": float(result["completion_len_mean"]),
-            **{f"eval/pass_at_{k}": value for k, value in result["pass_at"].items() if k != "1"},
         }
+        for name, scores in result["sets"].items():
+            row |= _eval_metrics(f"eval/{name}", scores)
         if version is not None:
             later = sum(num for at, num in result["versions"] if at > version)
             row["eval/later_tokens_share"] = later / max(1, int(result["tokens"]))
@@ -258,6 +256,17 @@ class RunReporter:
                 if "eval/accuracy" in row:
                     return row["eval/accuracy"]
         return accuracy
+
+
+def _eval_metrics(name: str, scores: Mapping[str, Any]) -> dict[str, float]:
+    low, high = scores["accuracy_interval"]
+    return {
+        f"{name}/accuracy": float(scores["accuracy"]),
+        f"{name}/accuracy_low": low,
+        f"{name}/accuracy_high": high,
+        f"{name}/reward_mean": float(scores["mean_reward"]),
+        **{f"{name}/pass_at_{k}": value for k, value in scores["pass_at"].items() if k != "1"},
+    }
 
 
 def _show_start(config: TrainerConfig | SftConfig, display: ProgressDisplay, step: int) -> None:

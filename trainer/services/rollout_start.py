@@ -64,6 +64,7 @@ def start_rollouts(
             folder=config.run.dir,
             min_prompts=world_size,
             groups_per_step=config.rollout.groups_per_step,
+            sets=config.eval.sets,
             on_prompt=tokenizing.count,
             kept=kept,
         )

@@ -45,7 +45,7 @@ def check_setup(config: TrainerConfig, environment: TorchrunEnvironment) -> None
     check_stop_tokens(config)
     prompt_budget(config).check()
     prompt_budget(config).for_eval().check()
-    check_data(config.data)
+    check_data(config.data, config.eval.sets)
     check_batch_size(config, environment.world_size)
     check_loggers(config.run.loggers)
     if config.run.metrics_address and importlib.util.find_spec("aiohttp") is None:

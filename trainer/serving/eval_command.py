@@ -30,7 +30,12 @@ from umbra.trainer.checkpoint.trainer_state import is_complete
 from umbra.trainer.config.config_file import load_config
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.data.hub_paths import with_local_paths
-from umbra.trainer.data.prompt_preparation import PromptFiles, check_prompts, prepare_held_out
+from umbra.trainer.data.prompt_preparation import (
+    PromptFiles,
+    check_held_out,
+    held_out_sets,
+    prepare_held_out,
+)
 from umbra.trainer.reporting.console import ProgressDisplay
 from umbra.trainer.reporting.metrics_loggers import EvalSample
 from umbra.trainer.services.chosen_settings import with_chosen_settings
@@ -66,14 +71,13 @@ def run(arguments: argparse.Namespace) -> int:
     config, chosen = with_chosen_settings(with_local_paths(config, TorchrunEnvironment.read({})))
     if chosen:
         print(chosen, file=sys.stderr)
-    sets = _held_out_sets(config)
+    sets = held_out_sets(config.data, config.eval.sets)
+    if not sets:
+        raise ConfigError("there are no held-out prompts: set data.eval or eval.sets")
     check_models(read_serve_config(arguments.config, overrides))
     check_stop_tokens(config)
     prompt_budget(config).for_eval().check()
-    for name, paths in sets.items():
-        key = f"eval.sets.{name}" if name in config.eval.sets else "data.eval"
-        for path in paths:
-            check_prompts(config.data, path, key)
+    check_held_out(config.data, config.eval.sets)
     checkpoint = Path(arguments.checkpoint) if arguments.checkpoint else None
     if checkpoint is not None and not is_complete(checkpoint):
         raise ConfigError(
@@ -123,18 +127,6 @@ def run(arguments: argparse.Namespace) -> int:
 
         actors = _actors(config, tokenizer, prompts, folder)
         return with_pools(engine_pools, folder, actors, work)
-
-
-def _held_out_sets(config: TrainerConfig) -> Mapping[str, Sequence[Path]]:
-    """The files of held-out prompts by name; `data.eval` is called "eval"."""
-    sets: dict[str, Sequence[Path]] = {name: [path] for name, path in config.eval.sets.items()}
-    if config.data.eval is not None:
-        if "eval" in sets:
-            raise ConfigError("eval.sets.eval has the name of data.eval: rename it")
-        sets = {"eval": config.data.eval_files, **sets}
-    if not sets:
-        raise ConfigError("there are no held-out prompts: set data.eval or eval.sets")
-    return sets
 
 
 def _actors(

@@ -82,6 +82,34 @@ def test_plain_prompts_keep_their_columns(tmp_path: Path, tokenizer: ModelTokeni
     prompts.close()
 
 
+def test_further_sets_of_held_out_prompts_come_behind_the_first(
+    tmp_path: Path, tokenizer: ModelTokenizer
+) -> None:
+    first, hard = ([{"prompt": f"{a}+{b}="} for a in range(2)] for b in range(2))
+    data = DataSection(
+        train=write_jsonl(tmp_path / "train.jsonl", [{"prompt": "1"}]),
+        eval=write_jsonl(tmp_path / "eval.jsonl", first),
+        eval_limit=1,
+    )
+    sets = {"hard": write_jsonl(tmp_path / "hard.jsonl", hard)}
+
+    check_data(data, sets)
+    files = prepare_prompts(
+        data, tokenizer, BUDGET, folder=tmp_path, min_prompts=1, groups_per_step=1, sets=sets
+    )
+
+    assert files.eval_path is not None
+    prompts = PromptSet.open(files.eval_path)
+    assert [(each.prompt_id, each.text) for each in (prompts[0], prompts[1])] == [
+        ("eval/0", "0+0="),
+        ("hard/0", "0+1="),
+    ]
+    assert files.eval_sets == {"eval": 1, "hard": 1}
+    prompts.close()
+    with pytest.raises(DataError, match=r"^eval\.sets\.hard: "):
+        check_data(data, {"hard": tmp_path / "missing.jsonl"})
+
+
 def test_messages_go_through_the_chat_template(tmp_path: Path, tokenizer: ModelTokenizer) -> None:
     rows = [{"messages": [{"role": "user", "content": "hi"}]}]
 

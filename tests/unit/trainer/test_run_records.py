@@ -97,6 +97,7 @@ def evaluation(accuracy: float, *samples: Mapping[str, Any]) -> dict[str, Any]:
         "completion_len_mean": 3.0,
         "num_prompts": 8,
         "pass_at": {"1": accuracy},
+        "sets": {},
         "samples": list(samples),
     }
 

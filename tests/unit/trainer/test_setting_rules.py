@@ -55,6 +55,7 @@ model.lora.rank=8 pool.lora_adapters.a=b -> model.lora.rank pool.lora_adapters
 train.loss_args.tau=2 -> train.loss train.loss_args
 train.loss=sapo train.loss_args.tau_positive=high -> train.loss train.loss_args
 train.keep_best_by=reward -> train.keep_best_by data.eval
+data.eval=e.jsonl eval.sets.eval=f.jsonl -> data.eval eval.sets
 train.eval_beside=true -> train.eval_beside pool.mode
 train.eval_beside=true train.keep_best_by=reward -> train.eval_beside train.keep_best_by
 """)
