@@ -42,6 +42,7 @@ from umbra.trainer.reporting.fatal_error_report import FatalErrorReporter
 from umbra.trainer.reporting.memory_metrics import GpuMemorySeen, MemoryAccount
 from umbra.trainer.reporting.metrics_loggers import read_metrics
 from umbra.trainer.reporting.run_reporter import RunReporter, closing_lines, finish
+from umbra.trainer.reporting.step_profiler import StepProfiler
 from umbra.trainer.services.job_plan import JobPlan, collective_timeout_s
 from umbra.trainer.services.memory_needs import planned_settings
 from umbra.trainer.services.rollout_start import start_rollouts
@@ -65,6 +66,7 @@ class TrainingRun:
     _gpu_memory: GpuMemorySeen
     _mesh: Mesh
     _memory: MemoryAccount
+    _profiler: StepProfiler
     _checkpoints: CheckpointStore
     _models: dict[str, TrainModel]
     _offload: HostOffload
@@ -150,6 +152,7 @@ class TrainingRun:
             self._mesh = stack.enter_context(mesh)
         stack.push(self._announce_failure)
         self._memory = MemoryAccount(self._mesh.device)
+        self._profiler = StepProfiler(self.config.run, self._mesh.rank)
 
     def _by_starter(self, act: Callable[[ServiceStarter], T]) -> T:
         """The result on rank 0, which has the starter, on every rank."""
@@ -295,8 +298,10 @@ class TrainingRun:
     def update(self, batch: TrainBatch) -> None:
         """Updates the weights with a batch."""
         activity = self._display.activity(f"training step {self.step + 1}")
-        with self._memory.phase("train"), activity:
+        profiled = self._profiler.step(self.step + 1)
+        with self._memory.phase("train"), activity, profiled as profile:
             self._row |= self._train_step.run(batch, self.step)
+        self._row |= profile
         self._gpu_memory.look("train")  # torch's cache still holds the peak
 
     def finish_step(self, step_s: float) -> None:

@@ -16,12 +16,14 @@ pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 
 def test_a_run_with_a_killed_engine_has_a_timeline_of_all_processes(folder: Path) -> None:
-    with start_run(folder, "train.steps=40") as run:
+    with start_run(folder, "train.steps=40", "run.profile_steps=[3]") as run:
         run.wait_for_step(2)
         os.kill(run.pid_of("policy-0"), signal.SIGKILL)
         run.wait_for_restart("policy-0")
         ended = run.wait()
     assert ended.status == 0, ended.output
+    profiles = {f"torch.{rank}.step-3.json.gz" for rank in (0, 1)}
+    assert profiles <= {path.name for path in (run.run_dir / "trace").iterdir()}
     path = folder / "all.json.gz"
 
     assert main(["trace", str(run.run_dir), "-o", str(path)]) == 0

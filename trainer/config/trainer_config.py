@@ -83,6 +83,9 @@ class RunSection(Settings):
             variables. Default: TensorBoard where it is installed.
         trace: Whether all processes record what they do in `dir`/trace, for `umbra trace`, in at
             most 32 MiB of disk each.
+        profile_steps: Steps whose training is profiled by torch.profiler, such as [3, 100], in
+            `dir`/trace/torch.RANK.step-N.json.gz (docs/watch.md). Each takes longer, and up to
+            20 MB of disk.
         metrics_address: HOST:PORT at which rank 0's supervisor serves metrics for Prometheus
             (docs/watch.md), such as "127.0.0.1:9464". Where empty, none are served.
     """
@@ -93,6 +96,7 @@ class RunSection(Settings):
     name: str = ""
     loggers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] | None = None
     trace: bool = True
+    profile_steps: tuple[Positive, ...] = ()
     metrics_address: Address = ""
 
 

@@ -29,6 +29,7 @@ from umbra.trainer.model.train_model import POLICY, TokenScores, TrainModel
 from umbra.trainer.reporting.console import ProgressDisplay
 from umbra.trainer.reporting.memory_metrics import MemoryAccount
 from umbra.trainer.reporting.run_reporter import RunReporter, closing_lines, finish
+from umbra.trainer.reporting.step_profiler import StepProfiler
 from umbra.trainer.services.chosen_settings import compile_obstacle
 from umbra.trainer.services.services import batch_layout
 from umbra.trainer.sft.row_preparation import RowFiles, prepare_rows
@@ -63,6 +64,7 @@ class SftRun:
     # Set by `open`, in this order.
     _mesh: Mesh
     _memory: MemoryAccount
+    _profiler: StepProfiler
     _checkpoints: CheckpointStore
     _train_batches: SftBatches
     _eval_batches: SftBatches | None
@@ -118,6 +120,7 @@ class SftRun:
             mesh = Mesh.join(environment, self.config.train.device, _COLLECTIVE_LIMIT_S)
             self._mesh = stack.enter_context(mesh)
         self._memory = MemoryAccount(self._mesh.device)
+        self._profiler = StepProfiler(self.config.run, self._mesh.rank)
         self._settle()
 
     def _settle(self) -> None:
@@ -201,13 +204,14 @@ class SftRun:
         with (
             self._forecast.training(),
             self._memory.phase("train"),
+            self._profiler.step(step) as profile,
             span("step", step=step) as whole,
             self._display.activity(f"training step {step}"),
         ):
             batch = self._train_batches.in_order(self._order, self.step)
             row = self._train_step.run(batch, self.step)
         self.step = step
-        row |= self._memory.take()
+        row |= self._memory.take() | profile
         row |= {
             "time/step_s": whole.seconds,
             "sft/tokens": batch.metrics["tokens"],
