@@ -401,7 +401,7 @@ def _check_origin(path: Path, state: TrainerState, own: Mapping[str, Any]) -> No
     saved, here = (from_wire(LoraSection, each) for each in (state.lora, own.get("lora", {})))
     if saved != here:
         raise ConfigError(
-            f"the adapters in checkpoint {path} were trained with other settings: set model.lora "
+            f"checkpoint {path} was trained with other settings of LoRA: set model.lora "
             f"to {to_wire(saved)} again, or export the checkpoint and start from that"
         )
     check_base(path, state, own.get("base", ""))
