@@ -16,6 +16,7 @@ from umbra.engines.loading.weight_source import WeightSource
 from umbra.engines.loading.worker_updates import WorkerUpdates
 from umbra.engines.vllm.vllm_loader import LayerwiseLoader
 from umbra.engines.vllm.vllm_settings import SYNCED_ADAPTER
+from umbra.runtime.engine_api.lora import LINEAR
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.process.thread_stacks import answer_stack_requests
 
@@ -84,7 +85,7 @@ def load_adapter(runner: Any, source: WeightSource) -> str:
     _, number = SYNCED_ADAPTER
     adapter = _Model.from_lora_tensors(
         lora_model_id=number,
-        tensors=tensors,
+        tensors=per_expert(tensors, spec.rank),
         peft_helper=_Config(r=spec.rank, lora_alpha=spec.alpha, target_modules=[]),
         device=str(device),
         dtype=dtype,
@@ -108,6 +109,30 @@ def load_adapter(runner: Any, source: WeightSource) -> str:
         torch.cuda.current_stream().synchronize()  # the ranks' memory is read
         torch.cuda.empty_cache()
     return f"loaded a LoRA adapter of rank {spec.rank} for {len(tensors) // 2} modules"
+
+
+def per_expert(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
+    """The matrices of stacked experts (see `LoraSpec`) as vLLM has them: for each expert, and for
+    gate and up apart, which share lora_A. Others stay."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        stack, is_stack, rest = name.partition(".experts.")
+        if not is_stack:
+            found[name] = tensor
+            continue
+        is_first = rest.endswith("lora_A.weight")
+        if is_first:
+            parts = tensor.view(-1, rank, tensor.shape[1])
+        else:
+            parts = tensor.view(len(tensor), rank, -1).permute(2, 0, 1)
+        for number, part in enumerate(parts):
+            split = {"down_proj": part}
+            if rest.startswith("base_layer."):
+                gate, up = (part, part) if is_first else part.chunk(2)
+                split = {"gate_proj": gate, "up_proj": up}
+            end = LINEAR[0] if is_first else LINEAR[1]
+            found |= {f"{stack}.experts.{number}.{n}{end}": each for n, each in split.items()}
+    return found
 
 
 def _renaming(model: Any) -> Any:

@@ -76,7 +76,9 @@ class LoraSpec:
         base_model.model.MODULE.lora_embedding_A  [rank, vocabulary]
         base_model.model.MODULE.lora_embedding_B  [width, rank]
 
-    MODULE's weight becomes W + alpha / rank * lora_B @ lora_A, with embeddings transposed.
+    MODULE's weight becomes W + alpha / rank * lora_B @ lora_A, with embeddings transposed. The
+    matrices of a layer's experts are side by side, as in PEFT, whose `base_layer` of `experts` has
+    those of gate and up: rows of lora_A are by expert, columns of lora_B by rank.
     """
 
     rank: int
@@ -93,7 +95,7 @@ class LoraSpec:
                 f"{PEFT_PREFIX}MODULE.lora_A.weight and {PEFT_PREFIX}MODULE.lora_B.weight"
             )
         for module, (_, rank, _) in modules.items():
-            if rank != self.rank:
+            if rank % self.rank if is_of_experts(module) else rank != self.rank:
                 raise ValueError(
                     f"the matrices of {module} have rank {rank}, and the adapter's rank is "
                     f"{self.rank}"
@@ -176,6 +178,7 @@ def check_fits(shapes: Shapes, model: Shapes) -> None:
     """Raises ValueError for a matrix that the model lacks, or has in another shape. Models whose
     checkpoint has other names than their modules are not compared."""
     modules = module_shapes(shapes)
+    modules = {name: each for name, each in modules.items() if not is_of_experts(name)}
     found = {name: model[f"{name}.weight"] for name in modules if f"{name}.weight" in model}
     if not found:
         return

@@ -408,8 +408,10 @@ RULES: Final = (
     ),
     Rule(
         "error",
-        "model.lora.rank > 0 and any(map(is_of_experts, model.lora.targets))",
-        "no engine loads adapters of experts from a sync: leave these out, or train them by SFT",
+        "model.lora.rank > 0 and any(map(is_of_experts, model.lora.targets)) "
+        "and pool.engine != 'vllm'",
+        "only vLLM loads adapters of experts from a sync: use pool.engine = 'vllm', or leave these "
+        "out",
     ),
     Rule(
         "error",

@@ -123,8 +123,8 @@ class LoraSection(Settings):
         alpha: An adapter's product is scaled by alpha / `rank`. Larger values change the model more
             with each step.
         targets: Ends of the names of layers that get an adapter, such as "q_proj", and also
-            "embed_tokens", "lm_head" and in SFT "experts". Where empty, all linear layers of
-            decoder blocks do.
+            "embed_tokens", "lm_head" and, in SFT or with vLLM, "experts". Where empty, all linear
+            layers of decoder blocks do.
         rslora: Whether the scale is alpha / sqrt(`rank`) instead, by which higher ranks learn as
             fast as lower ones (arXiv:2312.03732).
     """

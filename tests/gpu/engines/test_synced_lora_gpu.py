@@ -99,6 +99,31 @@ def test_an_adapter_is_read_from_the_trainer_s_gpu(
         run_async(body)
 
 
+@vllm_runs.needs_vllm
+def test_experts_in_vllm_have_the_adapter_of_the_last_sync(
+    model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    kind, targets = "qwen3-moe-wide", ("experts", "q_proj")
+    adapters = {
+        name: save_adapter(tmp_path / name, kind, seed=seed, rank=8, targets=targets)
+        for seed, name in enumerate(("one", "other"), start=1)
+    }
+
+    async def body(core: SharedCore) -> None:
+        engine = SharedEngine(core, None, max_num_seqs=16, max_context_len=512, tick_ms=2.0)
+        async with running(engine):
+            for version, name in enumerate(["one", "other", "one"], start=1):
+                if version > 1:
+                    await engine.pause("abort")
+                tensors, spec = read_adapter(adapters[name])
+                await publish(engine, tensors, version, tmp_path, lora=spec)
+                await check_all(engine, kind, name, adapters, TOLERANCE)
+
+    folder = model_folder(kind)
+    with vllm_runs.running_core(folder, engine_args={"enforce_eager": True}, **SETTINGS) as core:
+        run_async(lambda: body(core))
+
+
 def test_the_model_and_its_adapter_survive_a_sleep_at_level_1(
     engine: SharedEngine, adapters: dict[str, Path], tmp_path: Path
 ) -> None:

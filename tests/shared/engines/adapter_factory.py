@@ -37,7 +37,14 @@ def save_adapter(
     tensors: dict[str, Tensor] = {}
     for name, parameter in make_model(kind).named_parameters():
         module = name.removesuffix(".weight")
-        if module.rpartition(".")[2] in targets:
+        if "experts" in targets and parameter.ndim == 3:
+            num, num_out, num_in = parameter.shape
+            module = _stack_of(name)
+            first = torch.randn(num * rank, num_in, generator=draws) * 0.1
+            tensors[f"{_PREFIX}{module}{LINEAR[0]}"] = first
+            second = torch.randn(num_out, rank * num, generator=draws) * 0.3
+            tensors[f"{_PREFIX}{module}{LINEAR[1]}"] = second
+        elif module.rpartition(".")[2] in targets:
             is_embedding = module.endswith("embed_tokens")
             num_out, num_in = reversed(parameter.shape) if is_embedding else parameter.shape
             names = EMBEDDING if is_embedding else LINEAR
@@ -55,6 +62,12 @@ def save_adapter(
     }
     write_adapter(folder, config | changes, tensors)
     return folder
+
+
+def _stack_of(parameter: str) -> str:
+    """PEFT's module for a parameter of experts."""
+    experts, _, part = parameter.rpartition(".")
+    return f"{experts}.base_layer" if part == "gate_up_proj" else experts
 
 
 def read_adapter(folder: Path) -> tuple[dict[str, Tensor], LoraSpec]:
@@ -77,12 +90,21 @@ def merged_model(kind: str, model_seed: int, adapter: Path | None) -> PreTrained
     config = json.loads((adapter / "adapter_config.json").read_text())
     tensors = load_file(adapter / "adapter_model.safetensors")
     parameters = dict(model.named_parameters())
+    scale = config["lora_alpha"] / config["r"]
     with torch.no_grad():
+        for name, weight in parameters.items():
+            first = tensors.get(f"{_PREFIX}{_stack_of(name)}{LINEAR[0]}")
+            if weight.ndim == 3 and first is not None:
+                second, num = tensors[f"{_PREFIX}{_stack_of(name)}{LINEAR[1]}"], len(weight)
+                for n, part in enumerate(first.chunk(num)):
+                    weight[n] += scale * second[:, n::num] @ part
         for name, first in tensors.items():
+            if ".experts." in name:
+                continue
             for ends in (LINEAR, EMBEDDING):
                 if name.endswith(ends[0]):
                     module = name.removesuffix(ends[0])
-                    change = config["lora_alpha"] / config["r"] * tensors[module + ends[1]] @ first
+                    change = scale * tensors[module + ends[1]] @ first
                     weight = parameters[f"{module.removeprefix(_PREFIX)}.weight"]
                     weight += change if ends is LINEAR else change.t()
     return model

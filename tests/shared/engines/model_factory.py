@@ -18,6 +18,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 BASE: dict[str, Any] = {
@@ -58,6 +60,20 @@ def make_model(kind: str, seed: int = 0) -> PreTrainedModel:
                 "initializer_range": 0.065,
             }
             model = Qwen3ForCausalLM(Qwen3Config(**wide, head_dim=128, tie_word_embeddings=True))
+        case "qwen3-moe-wide":
+            sizes: dict[str, Any] = BASE | {
+                "vocab_size": 512,
+                "hidden_size": 256,
+                "initializer_range": 0.065,
+                "head_dim": 128,
+            }
+            experts = Qwen3MoeConfig(
+                **sizes,
+                moe_intermediate_size=256,
+                num_experts=4,
+                num_experts_per_tok=2,
+            )
+            model = Qwen3MoeForCausalLM(experts)
         case "qwen3-untied":
             model = Qwen3ForCausalLM(Qwen3Config(**BASE, head_dim=32, tie_word_embeddings=False))
         case "qwen3-untied-bias":

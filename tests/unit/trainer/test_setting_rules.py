@@ -47,7 +47,8 @@ data.teacher_template={prompt} rollout.agent=loops:run -> data.teacher_template 
 train.advantage=none -> train.advantage train.teacher_kl_coef
 model.lora.rank=513 pool.engine=vllm -> model.lora.rank pool.engine
 model.lora.rank=1 pool.engine=echo -> model.lora.rank pool.engine
-model.lora.rank=8 model.lora.targets=["experts"] -> model.lora.rank model.lora.targets
+model.lora.rank=8 model.lora.targets=["experts"] pool.engine=sglang \
+-> model.lora.rank model.lora.targets pool.engine
 model.lora.rank=8 model.lora.targets=["lm_head"] pool.engine=sglang \
 -> model.lora.rank model.lora.targets pool.engine pool.engine_args
 model.lora.rank=8 train.reference_every=9 -> model.lora.rank train.reference_every
