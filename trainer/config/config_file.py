@@ -47,13 +47,25 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainerConfi
     return read_config(TrainerConfig, path, overrides)
 
 
+def load_any_config(path: str, overrides: Sequence[str]) -> TrainerConfig | SftConfig:
+    """A config of fine-tuning if there is a section [sft], else one of RL training."""
+    values = _read_toml(Path(path))
+    is_sft = "sft" in values or any(given.startswith("sft.") for given in overrides)
+    if is_sft:
+        return check_config(SftConfig, values, path, overrides)
+    return check_config(TrainerConfig, values, path, overrides)
+
+
 def read_config(kind: type[_Config], path: str | Path, overrides: Sequence[str] = ()) -> _Config:
     """Reads `path`; `overrides` ("section.key=value", values as in TOML) replace its values. Raises
     ConfigError if the file is missing or not TOML, an override is malformed, or settings are wrong.
     The message names each wrong key, what is allowed, and a close match."""
-    place = Path(path)
+    return check_config(kind, _read_toml(Path(path)), str(path), overrides)
+
+
+def _read_toml(place: Path) -> dict[str, Any]:
     try:
-        values = tomllib.loads(place.read_text(encoding="utf-8"))
+        return tomllib.loads(place.read_text(encoding="utf-8"))
     except OSError as error:
         hint = "; the config file comes before settings" if "=" in place.name else ""
         raise ConfigError(
@@ -61,7 +73,6 @@ def read_config(kind: type[_Config], path: str | Path, overrides: Sequence[str] 
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {place} is not valid TOML: {error}") from error
-    return check_config(kind, values, str(place), overrides)
 
 
 def check_config(

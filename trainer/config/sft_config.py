@@ -106,6 +106,10 @@ class SftConfig:
             train=self.train,
         )
 
+    def with_paths_of(self, local: TrainerConfig) -> Self:
+        """With the model and data of `as_trainer_config`, downloaded."""
+        return replace(self, model=local.model, data=local.data)
+
     def with_steps(self, num_rows: int) -> Self:
         """With `train.steps` for `train.epochs` over `num_rows` rows."""
         if self.train.epochs is None:

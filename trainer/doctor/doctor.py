@@ -28,8 +28,9 @@ from umbra.runtime.cluster.placement import Node
 from umbra.runtime.errors import DataError, UmbraError
 from umbra.runtime.process.nvml import gpu_sizes
 from umbra.runtime.terminal_text import escape_unprintable
-from umbra.trainer.config.config_file import load_config
+from umbra.trainer.config.config_file import load_any_config
 from umbra.trainer.config.launch_values import num_ranks
+from umbra.trainer.config.sft_config import SftConfig
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.data.hub_paths import with_local_paths
 from umbra.trainer.doctor.node_checks import HUB, NodeChecks, Verdict, not_checked, verdict_of
@@ -42,6 +43,7 @@ from umbra.trainer.doctor.rank_checks import (
     check_peer_access,
     nodes_met,
 )
+from umbra.trainer.doctor.sft_checks import SftChecks
 from umbra.trainer.services.chosen_settings import with_chosen_settings
 from umbra.trainer.world.mesh import usable_gpus
 
@@ -54,13 +56,16 @@ network file system."""
 def run(arguments: argparse.Namespace) -> int:
     """`umbra doctor`: checks this node, and returns 0 if all is well there. Raises ConfigError
     for wrong settings."""
-    config = load_config(arguments.config, arguments.overrides)
-    config, settled = _settled(config, TorchrunEnvironment.read({}))
+    given = load_any_config(arguments.config, arguments.overrides)
+    config, settled = _settled(given, TorchrunEnvironment.read({}))
     gpus = usable_gpus()
     count = num_ranks(config, len(gpus))
     environment = replace(TorchrunEnvironment.read({}), world_size=count, local_world_size=count)
+    made = _alone(config, environment, gpus)
+    if isinstance(given, SftConfig):
+        made = SftChecks(given, config, environment).make()
     verdicts: list[Verdict] = []
-    for verdict in _each_cause_once(chain(settled, _alone(config, environment, gpus))):
+    for verdict in _each_cause_once(chain(settled, made)):
         _print(verdict)
         verdicts.append(verdict)
     print(
@@ -71,15 +76,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _settled(
-    config: TrainerConfig, environment: TorchrunEnvironment
+    given: TrainerConfig | SftConfig, environment: TorchrunEnvironment
 ) -> tuple[TrainerConfig, list[Verdict]]:
     """The config as the run will have it, with the verdicts on what cannot be downloaded and on
     what is chosen for this machine. Raises JobFailed if another node does not finish in time."""
+    config = given.as_trainer_config() if isinstance(given, SftConfig) else given
     verdicts: list[Verdict] = []
     try:
         config = with_local_paths(config, environment)
     except DataError as error:
         verdicts.append(Verdict(HUB, "FAILED", str(error)))
+    if isinstance(given, SftConfig):  # its run chooses by the device alone
+        return config, verdicts
     config, chosen = with_chosen_settings(config)
     if chosen:
         verdicts.append(Verdict("settings", "ok", chosen))
@@ -103,12 +111,17 @@ def main(argv: Sequence[str]) -> int:
     bind_to_agent()
     try:
         environment = TorchrunEnvironment.read()
-        config, settled = _settled(load_config(argv[0], argv[1:]), environment)
+        given = load_any_config(argv[0], argv[1:])
+        config, settled = _settled(given, environment)
     except UmbraError as error:
         print(f"umbra: {escape_unprintable(str(error))}", file=sys.stderr)
         return 2
     with contextlib.ExitStack() as meeting:
-        verdicts = [*settled, *_checks_of_rank(config, environment, meeting)]
+        made = _checks_of_rank(config, environment, meeting)
+        if isinstance(given, SftConfig):
+            is_first = environment.local_rank == 0
+            made = SftChecks(given, config, environment).make() if is_first else ()
+        verdicts = [*settled, *made]
         with _ended_after(_NODE_LIMIT_S, "FAILED  the ranks do not meet: see the output of each"):
             _dist.init_process_group("gloo", timeout=timedelta(seconds=_NODE_LIMIT_S))
             verdicts.append(verdict_of("clocks", lambda: check_clocks(environment.world_size)))

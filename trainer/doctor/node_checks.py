@@ -178,7 +178,7 @@ class NodeChecks:
         yield verdict_of("address", self._address)
         if self._environment.spans_nodes:
             yield from slow_name_lookups(*self._environment.meeting_point)
-        yield verdict_of("open files", _open_files)
+        yield verdict_of("open files", open_files)
         yield verdict_of("/dev/shm", self._shared_memory)
         yield verdict_of("locked memory", self._locked_memory)
         with self._stack:
@@ -511,7 +511,7 @@ def cores_verdict(plan: Plan, node: int, num_cores: float) -> Verdict:
     )
 
 
-def _open_files() -> str:
+def open_files() -> str:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < _LEAST_NUM_FILES:
         raise ConfigError(

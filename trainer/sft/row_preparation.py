@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -27,7 +27,7 @@ from umbra.trainer.checkpoint.run_dir import (
 from umbra.trainer.config import setting_rules
 from umbra.trainer.config.sft_config import SftConfig
 from umbra.trainer.data.sft_rows import SftRow, SftRows
-from umbra.trainer.reporting.console import Activity, ProgressDisplay
+from umbra.trainer.reporting.console import ProgressDisplay
 from umbra.trainer.world.run_files import writing
 
 
@@ -37,10 +37,7 @@ def prepare_rows(config: SftConfig, resumed_from: Path | None, display: Progress
     and its next steps would have other rows."""
     data, run_dir = config.data, RunDir(config.run.dir)
     with display.activity("tokenizing the data", unit="rows") as progress:
-        reader = _RowReader(config, display, progress)
-        rows = {"train": reader.read("data.train", data.train_files)}
-        if data.eval is not None:
-            rows["eval"] = reader.read("data.eval", data.eval_files, data.eval_limit)
+        rows = read_rows(config, lambda text: display.note(f"warning: {text}"), progress.count)
     train = rows["train"]
     identity = {
         "train.seed": config.train.seed,
@@ -58,11 +55,26 @@ def prepare_rows(config: SftConfig, resumed_from: Path | None, display: Progress
                 )
     for name, found in rows.items():
         found.write(run_dir.rows / name)
-    held_out = f", {len(rows['eval']):,} held out" if "eval" in rows else ""
-    num_learned = int(train.mask.sum())
-    display.note(f"{len(train):,} rows with {num_learned:,} tokens to learn{held_out}")
+    display.note(summary_of(rows))
     _record(config.with_steps(len(train)), len(train), identity, display)
     return len(train)
+
+
+def read_rows(
+    config: SftConfig, warn: Callable[[str], None], on_row: Callable[[], None] = lambda: None
+) -> dict[str, RowFiles]:
+    """The rows "train", and "eval" if there are any. Raises DataError, see `prepare_rows`."""
+    data, reader = config.data, _RowReader(config, warn, on_row)
+    rows = {"train": reader.read("data.train", data.train_files)}
+    if data.eval is not None:
+        rows["eval"] = reader.read("data.eval", data.eval_files, data.eval_limit)
+    return rows
+
+
+def summary_of(rows: Mapping[str, RowFiles]) -> str:
+    train = rows["train"]
+    held_out = f", {len(rows['eval']):,} held out" if "eval" in rows else ""
+    return f"{len(train):,} rows with {int(train.mask.sum()):,} tokens to learn{held_out}"
 
 
 def _record(
@@ -84,13 +96,15 @@ def _record(
 
 
 class _RowReader:
-    def __init__(self, config: SftConfig, display: ProgressDisplay, progress: Activity) -> None:
+    def __init__(
+        self, config: SftConfig, warn: Callable[[str], None], on_row: Callable[[], None]
+    ) -> None:
         model = config.model
         self._tokenizer = ModelTokenizer.open(model.path, trust_remote_code=model.trust_remote_code)
         self._max_len = config.sft.max_len or default_context_len(model.path)
         self._source = SftRows(data=config.data, sft=config.sft, max_len=self._max_len)
-        self._warn = display.note
-        self._progress = progress
+        self._warn = warn
+        self._on_row = on_row
 
     def read(self, key: str, paths: Sequence[Path], limit: int = 0) -> RowFiles:
         """The rows of the setting `key`, of which the first `limit` count (0: all)."""
@@ -101,7 +115,7 @@ class _RowReader:
             rows = chain.from_iterable(self._source.read(path, self._tokenizer) for path in paths)
             num_found = 0
             for row in rows:
-                self._progress.count()
+                self._on_row()
                 if row is None:
                     num_dropped += 1
                     continue
@@ -118,12 +132,12 @@ class _RowReader:
             raise DataError(f"{key}: {', '.join(map(str, paths))} is empty: {why}")
         if num_dropped:
             self._warn(
-                f"warning: {key}: left out {num_dropped} rows of more tokens than sft.max_len = "
+                f"{key}: left out {num_dropped} rows of more tokens than sft.max_len = "
                 f"{self._max_len}"
             )
         if num_endless == len(found):
             self._warn(
-                f"warning: {key}: no row has an end token among those to learn, so that the model "
+                f"{key}: no row has an end token among those to learn, so that the model "
                 "does not learn to end its answers: check the chat template, and sft.max_len if "
                 "data.overlong cuts rows"
             )

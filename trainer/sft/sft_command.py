@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from dataclasses import replace
 from typing import Final
 
 from umbra.runtime.cluster.environment import TorchrunEnvironment
@@ -59,8 +58,7 @@ def main(console: Console) -> None:
 
 def _read(path: str, overrides: list[str], environment: TorchrunEnvironment) -> SftConfig:
     config = read_config(SftConfig, path, overrides)
-    local = with_local_paths(config.as_trainer_config(), environment)
-    config = replace(config, model=local.model, data=local.data)
+    config = config.with_paths_of(with_local_paths(config.as_trainer_config(), environment))
     check_sft_setup(config, environment)
     return config
 

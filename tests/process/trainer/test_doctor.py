@@ -72,6 +72,60 @@ def verdicts(output: str) -> Mapping[str, str]:
     return {row[8:22].strip(): f"{row[:7].strip()}: {row[23:]}" for row in rows}
 
 
+@pytest.fixture
+def sft_config(config: Path, umbra_tiny_model_dir: Path) -> Path:
+    path = Path("sft.toml")
+    path.write_text(
+        f"""
+        [model]
+        path = "{umbra_tiny_model_dir}"
+        [data]
+        train = "train.jsonl"
+        [sft]
+        completion_column = "answer"
+        batch_size = 2
+        [train]
+        steps = 1
+        device = "cpu"
+        """
+    )
+    return path
+
+
+def test_a_config_of_fine_tuning_is_checked_to_its_last_row(
+    sft_config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", str(sft_config)]) == 0
+    assert verdicts(capsys.readouterr().out)["rows"].startswith("ok: 2 rows with ")
+
+    with Path("train.jsonl").open("a") as file:
+        file.write('{"prompt": "1+3="}\n')
+    assert main(["doctor", str(sft_config)]) == 1
+    found = verdicts(capsys.readouterr().out)["rows"]
+    assert found.startswith("FAILED: train.jsonl, line 3: no column 'answer'")
+
+    assert main(["doctor", str(sft_config), "sft.max_len=9999"]) == 1
+    found = verdicts(capsys.readouterr().out)
+    assert found["setup"].startswith("FAILED: sft.max_len = 9999 exceeds the model's")
+    assert found["rows"] == "-: not checked: see setup"
+
+
+def test_ranks_check_a_config_of_fine_tuning_together(sft_config: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, "--standalone", "-m", "umbra.trainer.doctor", str(sft_config)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = verdicts(done.stdout)
+    assert found["setup"].endswith(", 2 rows a step for 2 ranks")
+    assert {"rows", "clocks", "NCCL"} <= found.keys()
+
+
 def test_all_is_well(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status = main(["doctor", str(config)])
 

@@ -80,10 +80,10 @@ LAYERS: Final = (
     ),
     (
         "trainer",
-        "trainer.doctor",
         "trainer.serving",
     ),
     ("trainer.replay", "trainer.sft"),
+    ("trainer.doctor",),
 )
 """From the lowest to the highest. A module belongs to the part with the longest name that its own
 name begins with. It imports from that part and from lower layers, not from the same layer's other
