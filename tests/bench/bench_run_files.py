@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -48,4 +49,5 @@ def write_run_files(run_dir: Path, prompt_ids: Iterable[str], *, num_words: int)
 
 def metrics_of_a_step(step: int) -> dict[str, float]:
     names = [name for panel in PANELS for name in (*panel.series, panel.only_with) if name]
-    return {name: random.random() for name in names} | {"step": step, "time/step_s": 10.0}
+    values = {name: random.random() for name in names}
+    return values | {"step": step, "time": time.time(), "time/step_s": 10.0}
