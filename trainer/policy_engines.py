@@ -144,16 +144,7 @@ class PolicyEngines:
             report = self._wait(lambda: self._sync(version))
         if any_rank(report is None) or report is None:
             return None
-        return {
-            "sync/version": float(version),
-            "sync/prepare_s": report.prepare_s,
-            "sync/transfer_s": report.transfer_s,
-            "sync/verify_s": report.verify_s,
-            "sync/resume_s": report.resume_s,
-            "sync/network_mib": report.network_nbytes / (1 << 20),
-            "sync/failed_engines": float(len(report.failed)),
-            "time/sync_s": sync.seconds,
-        }
+        return {**sync_metrics(report), "time/sync_s": sync.seconds}
 
     def next_batch(self, step: int) -> Mapping[str, Any] | None:
         """This rank's columns; None if a signal ended the wait."""
@@ -255,3 +246,15 @@ class PolicyEngines:
                 return ask()
         except StopRequested:
             return None
+
+
+def sync_metrics(report: SyncReport) -> dict[str, float]:
+    return {
+        "sync/version": float(report.version),
+        "sync/prepare_s": report.prepare_s,
+        "sync/transfer_s": report.transfer_s,
+        "sync/verify_s": report.verify_s,
+        "sync/resume_s": report.resume_s,
+        "sync/network_mib": report.network_nbytes / (1 << 20),
+        "sync/failed_engines": float(len(report.failed)),
+    }

@@ -29,6 +29,7 @@ from umbra.runtime.weights.sync_messages import (
     decode_call,
     encode,
 )
+from umbra.trainer.policy_engines import sync_metrics
 
 EXPORTS = RankExports(
     allocations=(Allocation(b"\1" * 16, b"\2" * 64, 4096, 7),),
@@ -233,3 +234,17 @@ def test_a_malformed_region_is_refused(region: object) -> None:
 def test_a_call_whose_time_is_used_up_is_not_sent() -> None:
     with pytest.raises(DeadlineExceeded, match="used up"):
         encode(SyncEnd(sync_id="policy-1", rank=0, deadline=time.monotonic() - 1.0))
+
+
+def test_the_metrics_of_a_report_have_the_units_of_their_names() -> None:
+    report = replace(REPORT, network_nbytes=3 << 20, failed={"policy-1": "it died"})
+
+    assert sync_metrics(report) == {
+        "sync/version": 3.0,
+        "sync/prepare_s": 0.5,
+        "sync/transfer_s": 0.25,
+        "sync/verify_s": 0.125,
+        "sync/resume_s": 0.5,
+        "sync/network_mib": 3.0,
+        "sync/failed_engines": 1.0,
+    }
