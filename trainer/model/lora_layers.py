@@ -233,12 +233,11 @@ def origin(section: ModelSection) -> dict[str, Any]:
 
 
 def _are_experts(module: Any) -> bool:
-    """Whether they compute as `LoraExperts` does, by the attributes that transformers sets."""
-    return (
-        getattr(module, "has_gate", False)
-        and module.is_concatenated
-        and not (module.has_bias or module.is_transposed or module.has_post_expert_norm)
-    )
+    """Whether they compute as `LoraExperts` does, by the attributes that transformers sets. Older
+    versions lack some, where all experts compute so."""
+    others = ("has_bias", "is_transposed", "has_post_expert_norm")
+    is_gated = getattr(module, "has_gate", False) and getattr(module, "is_concatenated", True)
+    return is_gated and not any(getattr(module, name, False) for name in others)
 
 
 def adapter_shapes(name: str, layer: Any, rank: int) -> dict[str, list[int]]:
