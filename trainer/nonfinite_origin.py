@@ -20,35 +20,40 @@ from umbra.trainer.world.mesh import from_each_rank
 
 
 def nonfinite_origin(
-    policy: TrainModel,
+    model: TrainModel,
     batch: TrainBatch,
     mini_batch: Sequence[MicroBatch],
     objective: Objective,
+    scored: str,
 ) -> str:
-    """Names the first sample whose logprobs or loss are not finite or, if all are, the first such
-    gradient in backward order. Needs the parameters and gradients of the step. Collective; returns
-    the same on every rank."""
+    """Names the first sample whose scores, `scored` in words, or loss are not finite or, if all
+    are, the first such gradient in backward order. Needs the parameters and gradients of the step.
+    Collective; returns the same on every rank."""
     found: list[tuple[int, int, str]] = []  # in the order of micro-batches, then of gradients
-    with policy.recorded_calls() as calls:
+    with model.recorded_calls() as calls:
         for idx, micro_batch in enumerate(mini_batch):
-            scores = policy.measure(micro_batch, objective.entropy_use)
-            faults = _faults(batch, micro_batch, scores, objective)
+            scores = model.measure(micro_batch, objective.entropy_use)
+            faults = _faults(batch, micro_batch, scores, objective, scored)
             found += ((idx, place, fault) for place, fault in faults)
-    gradients = _nonfinite_gradients(policy, calls)
+    gradients = _nonfinite_gradients(model, calls, scored)
     found += ((len(mini_batch), place, fault) for place, fault in gradients)
     firsts = [first for of_rank in from_each_rank(found[:1]) for first in of_rank]
     return min(firsts)[-1] if firsts else "every gradient is finite, but their norm overflows"
 
 
 def _faults(
-    batch: TrainBatch, micro_batch: MicroBatch, scores: TokenScores, objective: Objective
+    batch: TrainBatch,
+    micro_batch: MicroBatch,
+    scores: TokenScores,
+    objective: Objective,
+    scored: str,
 ) -> Generator[tuple[int, str]]:
     """The index of each sample of the micro-batch that has a fault, and a sentence about it. As in
     a step, the loss is computed once: it may count its calls, or compare ranks."""
     logprobs = scores.logprobs.requires_grad_()
     with torch.enable_grad():
         loss = objective(TokenScores(logprobs, scores.entropy), micro_batch).loss
-    values = {"logprobs": logprobs.detach(), **micro_batch.columns}
+    values = {scored: logprobs.detach(), **micro_batch.columns}
     if scores.entropy is not None:
         values["entropies"] = scores.entropy
     if loss.requires_grad:
@@ -67,14 +72,14 @@ def _faults(
 
 
 def _nonfinite_gradients(
-    policy: TrainModel, calls: Mapping[str, int]
+    model: TrainModel, calls: Mapping[str, int], scored: str
 ) -> Generator[tuple[int, str]]:
     """Looks at this rank's shards. `calls` orders the modules; the scoring of tokens uses the head,
     last, without a call."""
-    parameters = policy.parameters
+    parameters = model.parameters
     module_order = {name: calls.get(name.rpartition(".")[0], len(calls)) for name in parameters}
     for place, name in enumerate(sorted(parameters, key=module_order.__getitem__, reverse=True)):
         gradient = parameters[name].grad
         if gradient is not None and not local_shard(gradient).isfinite().all():
             fault = f"{name} is the first parameter, in backward order, whose gradient is not"
-            yield place, f"all logprobs and losses are finite, and {fault}"
+            yield place, f"all {scored} and losses are finite, and {fault}"

@@ -159,8 +159,8 @@ class TrainStep:
         if math.isfinite(norm := applied["grad_norm"]):
             learner.num_skipped = 0
         else:
-            origin = nonfinite_origin(learner.model, batch, mini_batch, learner.objective)
-            of = "" if learner.name == POLICY else f"{learner.name}'s "
+            of, scored = ("", "logprobs") if learner.name == POLICY else ("critic's ", "values")
+            origin = nonfinite_origin(learner.model, batch, mini_batch, learner.objective, scored)
             found = f"step {step + 1}: the {of}gradient is not finite (norm {norm}): {origin}"
             self._skip(learner, found)
         return {f"{learner.prefix}{name}": value for name, value in applied.items()}

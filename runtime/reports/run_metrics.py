@@ -101,6 +101,11 @@ PANELS: Final[Sequence[MetricPanel]] = (
         only_with="train/teacher_kl",
     ),
     MetricPanel(
+        title="Variance that the critic explains",
+        series={"critic/explained_variance": "share of the returns'"},
+        only_with="critic/explained_variance",
+    ),
+    MetricPanel(
         title="Gradient norm",
         series={"train/grad_norm": "before clipping", "run/train/grad_norm": "in the run"},
     ),

@@ -52,6 +52,8 @@ NAMES: Final = {
     "rollout/truncated_share": "truncated_share",
     "time/step_s": "step_s",
     "eval/accuracy": "accuracy",
+    "critic/explained_variance": "explained_variance",
+    "critic/value_mean": "value",
 }
 """Metric of umbra -> its name in FILE."""
 TRL_NAMES: Final = {

@@ -44,6 +44,7 @@ def resumed(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     folder = tmp_path_factory.mktemp("resumed")
     write_config(folder, assets)
     settings = (*SETTINGS, "reward.function=plain_rewards:distinct_after_a_while")
+    settings += ("train.advantage=gae", "critic.learning_rate=1e-3", "critic.lam=0.95")
     with start_run(folder, *settings, "train.steps=100000") as run:
         run.wait_for_step(5)
         run.kill_all(random.Random(0))
@@ -76,7 +77,9 @@ def replayed(run_dir: Path, out: Path, steps: str, *settings: str) -> str:
 def metrics_of(folder: Path) -> dict[int, dict[str, float]]:
     """What training measured, by step."""
     return {
-        int(row["step"]): {name: value for name, value in row.items() if name.startswith("train/")}
+        int(row["step"]): {
+            name: value for name, value in row.items() if name.startswith(("train/", "critic/"))
+        }
         for row in merge_steps(read_metrics(folder / "metrics.jsonl"))
         if "train/loss" in row
     }
@@ -137,6 +140,7 @@ def test_another_loss_gives_other_curves_beside_those_of_the_run(
     run_dir, newest = resumed
     out, steps = tmp_path / "other", range(newest + 1, newest + 5)
     different = ("train.loss=cispo", "train.learning_rate=0.01", "train.mini_batches=1")
+    different += ("train.advantage=dr_grpo",)  # without the run's critic
 
     output = replayed(run_dir, out, f"{steps[0]}:{steps[-1]}", *different)
 
@@ -198,7 +202,7 @@ def test_a_replay_on_other_ranks_is_refused_with_the_command_that_has_as_many(
     [
         (
             "2:3",
-            "train.loss=gspo",
+            "train.loss=cispo",
             "needs the checkpoint after step 1, and the run has those after",
         ),
         ("1:999", "", "--steps 1:999: the run has trained steps 1 to "),
@@ -211,6 +215,7 @@ def test_a_replay_on_other_ranks_is_refused_with_the_command_that_has_as_many(
         ("3:4", "train.export=false", "(command line): it has no effect on a replay"),
         ("3:4", "train.optimizer=muon", "leave it out, or replay from step 1"),
         ("3:4", "train.ema=0.9", "leave it out, or replay from step 1"),
+        ("3:4", "critic.path=other", "leave it out, or replay from step 1"),
         ("3:4", "train.mini_batches=3", "use a divisor of rollout.groups_per_step"),
     ],
 )

@@ -43,7 +43,7 @@ _REFUSED: Final[Mapping[str, Sequence[str]]] = {
     ),
 }
 """Sections and settings that a replay may not change, by the reason."""
-_IN_CHECKPOINTS: Final = ("train.optimizer", "train.ema", "model.lora")
+_IN_CHECKPOINTS: Final = ("train.optimizer", "train.ema", "model.lora", "critic.path")
 """Settings that decide which tensors a checkpoint has."""
 
 

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from training_models import listed, make_model
 
+from umbra.runtime.errors import UmbraError
 from umbra.trainer.algorithms.gae import gae, rewards_at_ends, sums_to_go, value_loss
 from umbra.trainer.algorithms.losses import clipped_loss
 from umbra.trainer.config.trainer_config import CriticSection, LoraSection, TrainSection
@@ -337,6 +338,28 @@ def test_steps_train_policy_and_critic_as_a_plain_loop_does(mesh: DeviceMesh, pa
     assert first["critic/value_mean"] == 0.0
     assert all({"train/loss", "critic/loss", "critic/grad_norm"} <= row.keys() for row in later)
     assert later[-1]["critic/clipped_share"] >= 0.0
+
+
+@pytest.mark.slow
+def test_a_critic_s_gradient_that_is_not_finite_is_named_and_leaves_it_as_it_is(
+    mesh: DeviceMesh,
+) -> None:
+    models = make_models(mesh, TRAIN, packed=True)
+    objective = PolicyObjective(TRAIN, clipped_loss)
+    dtype = torch.float64
+    step = TrainStep(models, builder(True, dtype), TRAIN, objective, print, critic=SETTINGS)
+    critic: Any = models[CRITIC].parameters["lm_head.weight"]
+    before = critic.full_tensor().clone()
+    batch = batch_of(0)
+    batch.columns[ADVANTAGES][batch.span(1)] = np.inf
+
+    with pytest.raises(UmbraError) as raised:
+        step.run(batch, 0)
+
+    said = "step 1: the critic's gradient is not finite (norm nan): sample e0/1/0 (prompt 1) is the"
+    assert str(raised.value).startswith(said)
+    assert "lower critic.learning_rate" in str(raised.value)
+    assert torch.equal(critic.full_tensor(), before)
 
 
 @pytest.mark.slow
