@@ -13,6 +13,7 @@ import contextlib
 import os
 import random
 import shutil
+import signal
 import statistics
 import tempfile
 import time
@@ -176,6 +177,14 @@ class KilledJob:
         run.kill_all(self._rng)
         self._held.release(place)
         self.num_kills += 1
+
+    def stop_in_save(self, run: Run, place: str) -> Ended:
+        """Sends SIGTERM while a checkpoint is held at a place of `recorded_trainer`, for good."""
+        self._held.hold(place)
+        reached = self._held.is_reached
+        run.wait_for(f"{place!r}", lambda: reached(place) or None, _RUN_LIMIT_S)
+        os.kill(run.process.pid, signal.SIGTERM)
+        return run.wait(_RUN_LIMIT_S)
 
     def resumed_from(self) -> int:
         """The step of the checkpoint that this incarnation began with."""

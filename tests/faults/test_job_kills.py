@@ -110,6 +110,19 @@ def test_a_job_that_is_killed_in_a_checkpoint_resumes_from_the_one_before_until_
     check_same(job.history(), undisturbed)
 
 
+@pytest.mark.parametrize("place", ["written", "all written"])
+def test_a_stop_that_waits_for_a_checkpoint_in_vain_ends_without_it(
+    folder: Path, rng: random.Random, place: str
+) -> None:
+    settings = (*SMALL, "train.shutdown_grace_s=0.5")
+    with KilledJob(folder, settings, rng=rng) as job, job.begin() as run:
+        ended = job.stop_in_save(run, place)
+
+    assert ended.status != 0
+    assert "did not end within 0.5 s of SIGTERM; steps 1 to " in ended.output, ended.output
+    assert not list(job.run_dir.glob("checkpoints/*/COMPLETE"))
+
+
 def test_a_killed_job_of_stale_data_loses_and_repeats_nothing(
     folder: Path, rng: random.Random
 ) -> None:
