@@ -550,14 +550,6 @@ _TRAINER_MUTANTS: Final[Sequence[Mutant]] = (
         command=_SAVES,
         says=r"FAILED .*test_a_checkpoint_is_announced_when_it_is_complete",
     ),
-    Mutant(
-        name="next checkpoint does not wait",
-        path="trainer/checkpoint/checkpoint_store.py",
-        old="        self.finish()\n        self.folder",
-        new="        self.folder",
-        command=_SAVES,
-        says=r"FAILED .*test_a_checkpoint_",
-    ),
 )
 
 _JOB_MUTANTS: Final[Sequence[Mutant]] = (

@@ -28,7 +28,7 @@ from umbra.trainer.checkpoint import host_copy
 from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore
 from umbra.trainer.checkpoint.trainer_state import TrainerState, is_complete
 from umbra.trainer.model.train_model import POLICY
-from umbra.trainer.world.mesh import Mesh, any_rank
+from umbra.trainer.world.mesh import Mesh, any_rank, barrier
 
 
 def run_saves(folder: str) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def train_beside_a_save(world: Mesh, folder: str) -> dict[str, Any]:
         path = store.save(
             state_of(world, 1),
             {POLICY: policy},
-            lambda: done.append(is_complete(path)),
+            lambda: done.append(is_complete(store.path(1))),
             in_background=True,
         )
         began = [is_complete(path), bool(done)]
@@ -122,5 +122,6 @@ def fail_in_the_background(world: Mesh, folder: str) -> dict[str, Any]:
         while not any_rank(store.has_failed):  # at once, if the test does not time out
             pass
     said = said_by(store.finish)
+    barrier()  # rank 0 removes what was written
     left = sorted(path.name for path in Path(folder).iterdir())
     return {"said": said, "left": left, "done": done, "failed": store.has_failed}
