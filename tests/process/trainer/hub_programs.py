@@ -19,7 +19,7 @@ from umbra.trainer.data.hub_paths import with_local_paths
 def paths(out: str, config_file: str) -> None:
     environment = TorchrunEnvironment.read()
     config = with_local_paths(load_config(config_file), environment)
-    models = [config.model.path, config.pools["judge"].model_path]
+    models = [config.model.path, config.pools["judge"].model_path, config.critic.path]
     data = [*config.data.train_files, *config.data.eval_files, config.eval.sets["more"]]
     found = [*models, *data]
     Path(f"{out}-{environment.rank}").write_text(json.dumps([str(path) for path in found]))

@@ -41,7 +41,8 @@ def config(tmp_path: Path) -> Path:
         f'data = {{train = ["{DATA}/main"], eval = "{DATA}/main:test"}}\n'
         'reward.function = "rewards:score"\n'
         f'eval.sets = {{more = "{DATA}/main:train[:2]"}}\n'
-        "train.steps = 1\n"
+        'train = {steps = 1, advantage = "gae"}\n'
+        f'critic.path = "{MODEL}"\n'
         f'[pools.judge]\nmodel_path = "{MODEL}"\n'
     )
     return path
@@ -94,8 +95,8 @@ def test_a_filled_cache_needs_no_network(hub: LocalHub, config: Path, tmp_path: 
 
     assert again == first, errors
     assert len(hub.requests) == num_requests
-    model, judge, *data = first
-    assert model == judge
+    model, judge, critic, *data = first
+    assert model == judge == critic
     rows = [[row for _, row in read_rows(path)] for path in data]
     assert [len(each) for each in rows] == [8, 3, 2]
     assert rows[1][0] == {"question": "8+1=", "answer": "9"}

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed
+from minimal_config import config_with
 from numpy.typing import NDArray
 from test_packing import builder, make_batch, random_samples
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from training_models import listed, make_model
+from training_models import listed, make_model, save_model
 
 from umbra.runtime.errors import UmbraError
 from umbra.trainer.algorithms.gae import gae, rewards_at_ends, sums_to_go, value_loss
@@ -34,7 +36,7 @@ from umbra.trainer.data.train_batch import (
     TrainBatch,
 )
 from umbra.trainer.model.lora_layers import LoraAdapters
-from umbra.trainer.model.model_loading import replace_head
+from umbra.trainer.model.model_loading import load_model, replace_head
 from umbra.trainer.model.packed_attention import PACKED_ATTENTION, register_packed_attention
 from umbra.trainer.model.train_model import CRITIC, POLICY, PassSettings, PreparedModel, TrainModel
 from umbra.trainer.objective import PolicyObjective
@@ -338,6 +340,31 @@ def test_steps_train_policy_and_critic_as_a_plain_loop_does(mesh: DeviceMesh, pa
     assert first["critic/value_mean"] == 0.0
     assert all({"train/loss", "critic/loss", "critic/grad_norm"} <= row.keys() for row in later)
     assert later[-1]["critic/clipped_share"] >= 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", ["", ' model.lora.rank=2 model.lora.targets=["q_proj","lm_head"]'])
+def test_a_critic_is_the_starting_model_with_a_head_of_its_own(
+    mesh: DeviceMesh, tmp_path: Path, lora: str
+) -> None:
+    model = make_model("llama")  # whose head is not its embeddings
+    save_model(tmp_path / "model", "llama")
+    settings = f"model.dtype=float32 train.advantage=gae critic.learning_rate=0.5{lora}"
+    config = config_with(settings, model_dir=tmp_path / "model").of_critic
+
+    critic = load_model(config, mesh, trains=True, is_critic=True)
+
+    files, found = dict(model.named_parameters()), critic.parameters
+    for name in files.keys() - {"lm_head.weight"}:
+        whole: Any = found[name]
+        assert torch.equal(whole.full_tensor(), files[name]), name
+    head: Any = found["lm_head.weight"]
+    assert torch.equal(head.full_tensor(), torch.zeros(1, 32))
+    trained = {name for name, each in found.items() if each.requires_grad}
+    assert trained == set(critic.stored)
+    assert "lm_head.weight" in trained
+    assert len(trained) == (5 if lora else len(files))
+    assert critic.step(0)["learning_rate"] == 0.5
 
 
 @pytest.mark.slow
