@@ -19,11 +19,12 @@ def score(
     name: str,
     rows: Sequence[dict[str, Any]] = ({"answer": "x"}, {"answer": "yy"}),
     timeout_s: float = 5.0,
+    ids: Sequence[str] = IDS,
 ) -> list[float]:
     async def main() -> list[float]:
         async with UserThread("user") as thread:
             reward = RewardFunction(f"user_rewards:{name}", thread, timeout_s)
-            return await reward(IDS, ["p", "p"], ["x", "yyy"], rows)
+            return await reward(ids, ["p", "p"], ["x", "yyy"], rows)
 
     return asyncio.run(main())
 
@@ -206,5 +207,7 @@ def test_lazy_results_are_read_like_lists_and_only_as_far_as_needed() -> None:
 
     with pytest.raises(RewardError, match="returned more rewards for 2 completions"):
         score("endless")
+    with pytest.raises(RewardError, match=r"for 5 completions \(samples 0, 1, 2, 3 and 1 more\)"):
+        score("endless", ids="01234")
     with pytest.raises(RewardError, match=r"raised KeyError: 'late' \(.*user_rewards.py:\d+ in "):
         score("raises_lazily")

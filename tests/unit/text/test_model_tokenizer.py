@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from byte_tokenizer import byte_tokenizer
 from model_folders import special, write_model_folder
 from transformers import AutoTokenizer
 
@@ -122,3 +123,12 @@ def test_text_that_is_no_special_token_stays_though_it_ends_a_completion(tmp_pat
 
     assert colon[0] in tokenizer.end_token_ids
     assert tokenizer.decode_completion(tokenizer.encode("so:</s>")) == "so:"
+
+
+def test_messages_are_refused_where_no_chat_template_is(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer(tmp_path)
+
+    with pytest.raises(DataError, match="has no chat template"):
+        tokenizer.render_chat(MESSAGES, {})
+    with pytest.raises(DataError, match="has no chat template"):
+        tokenizer.render_whole(MESSAGES, {}, asks_for_answer=True)
