@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -138,7 +139,18 @@ def test_named_classes_and_folders_exist() -> None:
 
 @pytest.mark.parametrize("name", [*LOSSES, *ADVANTAGE_ESTIMATORS])
 def test_every_algorithm_has_a_row(name: str) -> None:
-    assert f'\n| `"{name}"` | ' in (ROOT / "docs" / "algorithms.md").read_text()
+    is_there = f'\n| `"{name}"` | ' in (ROOT / "docs" / "algorithms.md").read_text()
+    assert is_there, f"add a row for {name!r} to docs/algorithms.md"
+
+
+@pytest.mark.parametrize(
+    ("setting", "names"), [("loss", LOSSES), ("advantage", ADVANTAGE_ESTIMATORS)]
+)
+def test_a_setting_s_description_names_every_algorithm(
+    setting: str, names: Mapping[str, str]
+) -> None:
+    (text,) = re.findall(rf"\n +{setting}: ((?:.+\n)+?)(?= +\w+: )", TrainSection.__doc__ or "")
+    assert set(re.findall(r'"(\w+)"', text)) == set(names), f"name all in `{setting}`: TrainSection"
 
 
 def test_the_example_computes_a_loss_and_advantages(tmp_path: Path) -> None:
