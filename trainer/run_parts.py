@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 
@@ -20,7 +20,7 @@ from umbra.trainer.algorithms.base import (
     load_loss,
 )
 from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore
-from umbra.trainer.checkpoint.run_dir import RunDir
+from umbra.trainer.checkpoint.run_dir import RunDir, record_settings
 from umbra.trainer.checkpoint.trainer_state import BestCheckpoint, TrainerState
 from umbra.trainer.config import setting_rules
 from umbra.trainer.config.trainer_config import TrainerConfig
@@ -68,6 +68,7 @@ class TrainingRun:
     _memory: MemoryAccount
     _profiler: StepProfiler
     _checkpoints: CheckpointStore
+    _identity: dict[str, Any]  # of the data, for `record_settings`
     _models: dict[str, TrainModel]
     _offload: HostOffload
     _engines: PolicyEngines
@@ -172,7 +173,7 @@ class TrainingRun:
 
     def _start_rollouts(self) -> None:
         config, mesh = self.config, self._mesh
-        num_prompts = self._by_starter(
+        num_prompts, self._identity = self._by_starter(
             lambda starter: start_rollouts(
                 config, starter, self._display, mesh.world_size, mesh.device.type
             )
@@ -200,6 +201,8 @@ class TrainingRun:
         if resumed_from is not None:
             with self._display.activity("loading the checkpoint"):
                 state = self._checkpoints.load(resumed_from, self._models)
+        # Only now: a checkpoint that these settings do not fit belongs to those before.
+        from_lead(self._mesh, lambda: record_settings(self.config, self._identity))
         self.step = self._first_step = self._saved_step = state.step
         self._offload.release_cache()  # loading filled it, and engines are starting
         return state

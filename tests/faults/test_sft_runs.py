@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -110,3 +111,18 @@ def test_a_resume_with_other_rows_is_refused(tmp_path: Path, assets: Path) -> No
         ) as run:
             ended = run.wait()
         ended.check_failed("when the run began: it decides which rows a step has")
+
+
+def test_settings_that_a_checkpoint_does_not_fit_are_not_recorded(
+    tmp_path: Path, assets: Path
+) -> None:
+    folder = sft_folder(tmp_path / "run", assets)
+    with start_run(folder, "train.steps=2", num_ranks=0, program=SFT) as run:
+        assert run.wait().status == 0
+
+    changed = ("run.resume=auto", "model.lora.rank=4", "train.steps=3")
+    with start_run(folder, *changed, num_ranks=0, program=SFT) as run:
+        run.wait().check_failed("LoRA")
+
+    recorded = json.loads((folder / "run/settings.json").read_text())["settings"]
+    assert (recorded["train"]["steps"], recorded["model"]["lora"]["rank"]) == (2, 0)

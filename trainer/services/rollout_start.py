@@ -19,7 +19,6 @@ from umbra.trainer.checkpoint.run_dir import (
     NEW_RUN,
     RunDir,
     changed_settings,
-    record_settings,
     recorded_identity,
 )
 from umbra.trainer.checkpoint.trainer_state import complete_checkpoints
@@ -46,9 +45,10 @@ def start_rollouts(
     display: ProgressDisplay,
     world_size: int,
     device_type: str,
-) -> int:
-    """Tokenizes the data, records the settings and starts the manager. Returns the number of
-    training prompts. Raises ConfigError if the run in the directory had other data."""
+) -> tuple[int, dict[str, Any]]:
+    """Tokenizes the data and starts the manager. Returns the number of training prompts, and what
+    `record_settings` is to keep of the data. Raises ConfigError if the run in the directory had
+    other data."""
     tokenizer = open_policy_tokenizer(config)
     identity = run_identity(config, tokenizer, user_folders(config))
     kept = None
@@ -73,17 +73,15 @@ def start_rollouts(
     display.note(f"{prompts.num_train:,} prompts to train on{held_out}")
     for warning in prompts.warnings:
         display.note(f"warning: {warning}")
-    _record_settings(config, prompts.num_train, identity, display)
+    _show_settings(config, prompts.num_train, display)
     stops = tokenizer.stop_token_ids(config.rollout.stop_token_ids)
     shown = ", ".join(f"{tokenizer.decode_all([token])!r} ({token})" for token in stops)
     display.note(f"completions end with {shown}")
     starter.start_manager(prompts, stops, world_size, device_type)
-    return prompts.num_train
+    return prompts.num_train, identity
 
 
-def _record_settings(
-    config: TrainerConfig, num_prompts: int, identity: Mapping[str, Any], display: ProgressDisplay
-) -> None:
+def _show_settings(config: TrainerConfig, num_prompts: int, display: ProgressDisplay) -> None:
     shown = setting_rules.warnings(config)
     config = config.with_steps(num_prompts)
     if config.train.epochs is not None:
@@ -93,7 +91,6 @@ def _record_settings(
             display.note(f"warning: {text}")
     if changed := changed_settings(config):
         display.note(f"changed since the last start: {', '.join(changed)}")
-    record_settings(config, identity)
 
 
 def run_identity(

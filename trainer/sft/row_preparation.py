@@ -21,7 +21,6 @@ from umbra.trainer.checkpoint.run_dir import (
     NEW_RUN,
     RunDir,
     changed_settings,
-    record_settings,
     recorded_identity,
 )
 from umbra.trainer.config import setting_rules
@@ -31,15 +30,18 @@ from umbra.trainer.reporting.console import ProgressDisplay
 from umbra.trainer.world.run_files import writing
 
 
-def prepare_rows(config: SftConfig, resumed_from: Path | None, display: ProgressDisplay) -> int:
-    """Writes the rows to the run directory; returns the number of those to learn. Raises DataError
-    with file, line, cause and remedy, and ConfigError if `resumed_from` is a checkpoint of this run
-    and its next steps would have other rows."""
+def prepare_rows(
+    config: SftConfig, resumed_from: Path | None, display: ProgressDisplay
+) -> tuple[int, dict[str, object]]:
+    """Writes the rows to the run directory. Returns the number of those to learn, and what
+    `record_settings` is to keep of them. Raises DataError with file, line, cause and remedy, and
+    ConfigError if `resumed_from` is a checkpoint of this run and its next steps would have other
+    rows."""
     data, run_dir = config.data, RunDir(config.run.dir)
     with display.activity("tokenizing the data", unit="rows") as progress:
         rows = read_rows(config, lambda text: display.note(f"warning: {text}"), progress.count)
     train = rows["train"]
-    identity = {
+    identity: dict[str, object] = {
         "train.seed": config.train.seed,
         "data.shuffle": data.shuffle,
         "sft.batch_size": config.sft.batch_size,
@@ -56,8 +58,8 @@ def prepare_rows(config: SftConfig, resumed_from: Path | None, display: Progress
     for name, found in rows.items():
         found.write(run_dir.rows / name)
     display.note(summary_of(rows))
-    _record(config.with_steps(len(train)), len(train), identity, display)
-    return len(train)
+    _show_settings(config.with_steps(len(train)), len(train), display)
+    return len(train), identity
 
 
 def read_rows(
@@ -77,9 +79,7 @@ def summary_of(rows: Mapping[str, RowFiles]) -> str:
     return f"{len(train):,} rows with {int(train.mask.sum()):,} tokens to learn{held_out}"
 
 
-def _record(
-    config: SftConfig, num_rows: int, identity: Mapping[str, object], display: ProgressDisplay
-) -> None:
+def _show_settings(config: SftConfig, num_rows: int, display: ProgressDisplay) -> None:
     warnings = setting_rules.warnings(config)
     if num_rows < config.sft.batch_size:
         warnings.append(
@@ -92,7 +92,6 @@ def _record(
         display.note(f"warning: {text}")
     if changed := changed_settings(config):
         display.note(f"changed since the last start: {', '.join(changed)}")
-    record_settings(config, identity)
 
 
 class _RowReader:

@@ -18,7 +18,12 @@ from umbra.runtime.rollout.rollout_config import BatchLayout
 from umbra.runtime.tracing.spans import span
 from umbra.trainer.algorithms.base import LossMetric, LossOutput
 from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore
-from umbra.trainer.checkpoint.run_dir import RunDir, VersionCounter, newest_version
+from umbra.trainer.checkpoint.run_dir import (
+    RunDir,
+    VersionCounter,
+    newest_version,
+    record_settings,
+)
 from umbra.trainer.checkpoint.trainer_state import TrainerState
 from umbra.trainer.config.sft_config import SftConfig
 from umbra.trainer.data.train_batch import MiniBatch, RewardGroups, TrainBatch
@@ -66,6 +71,7 @@ class SftRun:
     _memory: MemoryAccount
     _profiler: StepProfiler
     _checkpoints: CheckpointStore
+    _identity: dict[str, object]  # of the data, for `record_settings`
     _train_batches: SftBatches
     _eval_batches: SftBatches | None
     _order: PromptOrder
@@ -137,7 +143,7 @@ class SftRun:
 
     def _prepare_rows(self, resumed_from: Path | None) -> None:
         """Rank 0 writes the tokenized rows, and all ranks read them."""
-        num_train = from_lead(
+        num_train, self._identity = from_lead(
             self._mesh, lambda: prepare_rows(self.config, resumed_from, self._display)
         )
         self.config = config = self.config.with_steps(num_train)
@@ -158,6 +164,8 @@ class SftRun:
         if resumed_from is not None:
             with self._display.activity("loading the checkpoint"):
                 self.step = self._checkpoints.load(resumed_from, self._models).step
+        # Only now: a checkpoint that these settings do not fit belongs to those before.
+        from_lead(self._mesh, lambda: record_settings(self.config, self._identity))
         self._first_step = self._saved_step = self.step
         versions = self._run_dir.versions
         newest = from_lead(self._mesh, lambda: newest_version(versions))
