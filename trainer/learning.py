@@ -13,7 +13,7 @@ from umbra.trainer.algorithms.base import AdvantageEstimator, PolicyLoss
 from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore
 from umbra.trainer.checkpoint.model_export import export_policy
 from umbra.trainer.checkpoint.run_dir import RunDir, begin_run
-from umbra.trainer.config.algorithm_names import LOSSES
+from umbra.trainer.config.algorithm_names import LOSSES, TOKEN_ADVANTAGES
 from umbra.trainer.config.trainer_config import RunSection, TrainerConfig
 from umbra.trainer.data.train_batch import TrainBatch
 from umbra.trainer.logprob_check import LogprobCheck
@@ -65,20 +65,20 @@ def make_train_step(
         max_new_tokens=config.rollout.max_new_tokens,
         skips_neutral=train.kl_coef == train.entropy_coef == train.teacher_kl_coef == 0.0
         and train.loss in LOSSES
-        and not config.has_critic,
+        and train.advantage not in TOKEN_ADVANTAGES,
     )
     critic = config.critic if config.has_critic else None
     return TrainStep(models, builder, train, PolicyObjective(train, loss), warn, check, critic)
 
 
 def add_advantages(config: TrainerConfig, estimate: AdvantageEstimator, batch: TrainBatch) -> None:
-    """Adds them as a column, from the rewards of whole groups. With a critic, they are the rewards
-    until `TrainStep` knows the values. Collective."""
-    groups = batch.groups
+    """Adds them as a column, from the rewards of whole groups, until `TrainStep` makes those of
+    tokens where `TOKEN_ADVANTAGES` has the setting. Collective."""
+    groups, train = batch.groups, config.train
     weights = tuple(config.compared_parts.values()) or (1.0,)
     of_groups = batch_advantages(estimate, groups.rewards, groups.offsets, weights)
     of_samples = batch.of_samples(of_groups)
-    if config.train.advantage_norm == "batch" and not config.has_critic:
+    if train.advantage_norm == "batch" and train.advantage not in TOKEN_ADVANTAGES:
         of_samples = normalize_over_batch(of_samples)
     batch.add_advantages(of_samples)
 

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from umbra.trainer.algorithms.base import LossInputs, LossMetric, LossOutput, PolicyLoss
 from umbra.trainer.algorithms.losses import kl_terms, kl_to_go
+from umbra.trainer.config.algorithm_names import TOKEN_ADVANTAGES
 from umbra.trainer.config.trainer_config import TrainSection
 from umbra.trainer.data.train_batch import (
     ADVANTAGES,
@@ -32,7 +33,7 @@ class Objective(Protocol):
 
 class PolicyObjective:
     """The loss of `train.loss` with its KL term and entropy bonus, and the metrics of all. With
-    `kl_in_reward`, the advantages have the KL instead; those of a critic have it already. They
+    `kl_in_reward`, the advantages have the KL instead; those of `TOKEN_ADVANTAGES` have it. They
     always have the one to a teacher: its gradient, weighted with the ratio, is that of the reverse
     KL divergence of each token."""
 
@@ -49,8 +50,8 @@ class PolicyObjective:
         train, columns = self._train, micro_batch.columns
         proximal = columns[PROXIMAL_LOGPROBS]
         reference = columns.get(REFERENCE_LOGPROBS)
-        advantages = columns[ADVANTAGES]
-        if reference is not None and train.kl_in_reward and train.advantage != "gae":
+        advantages, of_tokens = columns[ADVANTAGES], train.advantage in TOKEN_ADVANTAGES
+        if reference is not None and train.kl_in_reward and not of_tokens:
             penalties = kl_to_go(proximal, reference, micro_batch.sample_lens)
             advantages = advantages - train.kl_coef * penalties
         teacher = columns.get(TEACHER_LOGPROBS)

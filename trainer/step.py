@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from umbra.runtime.errors import UmbraError
+from umbra.runtime.rollout.user_function import load_function
 from umbra.runtime.tracing.spans import span
 from umbra.trainer.algorithms.base import LossMetric, Reduction
+from umbra.trainer.config.algorithm_names import TOKEN_ADVANTAGES
 from umbra.trainer.config.trainer_config import CriticSection, TrainSection
-from umbra.trainer.critic import ValueObjective, add_gae
+from umbra.trainer.critic import ValueObjective
 from umbra.trainer.data.train_batch import (
     PROXIMAL_LOGPROBS,
     REFERENCE_LOGPROBS,
@@ -105,7 +107,7 @@ class TrainStep:
         learners = self._learners[1:] if warms_up else self._learners
         mini_batches = self._builder.build(batch)
         micro_batches = list(chain(*mini_batches))
-        needs_proximal = critic is not None and train.kl_in_reward
+        needs_proximal = train.advantage in TOKEN_ADVANTAGES and train.kl_in_reward
         is_proximal = warms_up or needs_proximal or len(mini_batches) > 1
         metrics = self._score(micro_batches, is_proximal=is_proximal)
         norms: dict[str, list[float]] = {learner.prefix: [] for learner in learners}
@@ -133,8 +135,8 @@ class TrainStep:
         return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
     def _score(self, micro_batches: Sequence[MicroBatch], *, is_proximal: bool) -> dict[str, float]:
-        """Adds the scores of other models, before a parameter changes, and the advantages that a
-        critic's make; returns metrics of these. With a single mini-batch, the first update of the
+        """Adds the scores of other models, before a parameter changes, and the advantages of
+        tokens; returns metrics of these. With a single mini-batch, the first update of the
         policy computes the proximal logprobs itself."""
         for micro_batch in micro_batches:
             if self._train.kl_coef:
@@ -147,9 +149,11 @@ class TrainStep:
             if self._critic is not None:
                 values = self._learners[-1].model.measure(micro_batch)
                 micro_batch.columns[VALUES] = values.logprobs
-        if self._critic is None:
+        target = TOKEN_ADVANTAGES.get(self._train.advantage)
+        if target is None:
             return {}
-        return add_gae(micro_batches, self._critic, self._train)
+        add = load_function(target, "train.advantage")
+        return add(micro_batches, self._critic, self._train)
 
     def _step(
         self, learner: Learner, batch: TrainBatch, mini_batch: Sequence[MicroBatch], step: int

@@ -17,7 +17,12 @@ from typing import Final, Literal
 from umbra.runtime.engine_api.engine_names import engine_kind
 from umbra.runtime.engine_api.lora import is_of_experts
 from umbra.runtime.settings import annotations_of
-from umbra.trainer.config.algorithm_names import ADVANTAGE_ESTIMATORS, LOSSES, takes_args
+from umbra.trainer.config.algorithm_names import (
+    ADVANTAGE_ESTIMATORS,
+    LOSSES,
+    TOKEN_ADVANTAGES,
+    takes_args,
+)
 from umbra.trainer.config.sft_config import RL_ONLY, SftConfig
 from umbra.trainer.config.trainer_config import CriticSection, TrainerConfig
 
@@ -44,6 +49,7 @@ _NAMES: Final = {
     "max_lora_rank": _max_lora_rank,
     "min_temperature": _min_temperature,
     "takes_args": takes_args,
+    "TOKEN_ADVANTAGES": TOKEN_ADVANTAGES,
     "truncates_logprobs": _truncates_logprobs,
 }
 """Names that conditions use besides the sections of a config."""
@@ -384,9 +390,9 @@ RULES: Final = (
     ),
     Rule(
         "error",
-        "train.advantage == 'gae' and train.loss == 'gspo'",
-        "GSPO gives all tokens of a completion one advantage, and a critic's is a token's: use "
-        "another train.loss",
+        "train.advantage in TOKEN_ADVANTAGES and train.loss == 'gspo'",
+        "GSPO gives all tokens of a completion one advantage, and this is a token's: use another "
+        "train.loss",
     ),
     Rule(
         "error",

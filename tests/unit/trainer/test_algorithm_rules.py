@@ -16,7 +16,12 @@ from training_models import listed
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.settings import Bounds, annotations_of
 from umbra.trainer.algorithms.base import LossInputs, load_advantage_estimator, load_loss
-from umbra.trainer.config.algorithm_names import ADVANTAGE_ESTIMATORS, LOSS_ARGS, LOSSES
+from umbra.trainer.config.algorithm_names import (
+    ADVANTAGE_ESTIMATORS,
+    LOSS_ARGS,
+    LOSSES,
+    TOKEN_ADVANTAGES,
+)
 from umbra.trainer.config.setting_rules import warnings
 from umbra.trainer.config.trainer_config import TrainSection
 
@@ -32,7 +37,7 @@ OTHER: Mapping[str, Any] = {
 """All settings that losses read, with values that are no defaults."""
 LENS = torch.tensor([*[1] * 30, *[3] * 20])
 ADVANTAGES_OF_TOKENS = (
-    "train.advantage=gae",
+    *(f"train.advantage={name}" for name in TOKEN_ADVANTAGES),
     "train.kl_coef=0.1 train.kl_in_reward=true",
     "train.teacher_kl_coef=1 pools.teacher.model_path=models/large",
 )

@@ -23,6 +23,7 @@ from training_models import listed, make_model, save_model
 from umbra.runtime.errors import UmbraError
 from umbra.trainer.algorithms.gae import gae, rewards_at_ends, sums_to_go, value_loss
 from umbra.trainer.algorithms.losses import clipped_loss
+from umbra.trainer.config.algorithm_names import ADVANTAGE_ESTIMATORS, TOKEN_ADVANTAGES
 from umbra.trainer.config.trainer_config import CriticSection, LoraSection, TrainSection
 from umbra.trainer.critic import add_gae
 from umbra.trainer.data.train_batch import (
@@ -36,6 +37,7 @@ from umbra.trainer.data.train_batch import (
     TrainBatch,
 )
 from umbra.trainer.model.lora_layers import LoraAdapters
+from umbra.trainer.model.micro_batches import MicroBatch
 from umbra.trainer.model.model_loading import load_model, replace_head
 from umbra.trainer.model.packed_attention import PACKED_ATTENTION, register_packed_attention
 from umbra.trainer.model.train_model import CRITIC, POLICY, PassSettings, PreparedModel, TrainModel
@@ -340,6 +342,37 @@ def test_steps_train_policy_and_critic_as_a_plain_loop_does(mesh: DeviceMesh, pa
     assert first["critic/value_mean"] == 0.0
     assert all({"train/loss", "critic/loss", "critic/grad_norm"} <= row.keys() for row in later)
     assert later[-1]["critic/clipped_share"] >= 0.0
+
+
+def double(
+    micro_batches: Sequence[MicroBatch], critic: CriticSection | None, train: TrainSection
+) -> dict[str, float]:
+    assert critic is None
+    for micro_batch in micro_batches:
+        micro_batch.columns[ADVANTAGES] = 2 * micro_batch.columns[ADVANTAGES]
+    return {"train/doubled": float(len(micro_batches))}
+
+
+@pytest.mark.slow
+def test_advantages_of_tokens_need_no_critic(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for names in (ADVANTAGE_ESTIMATORS, TOKEN_ADVANTAGES):
+        monkeypatch.setitem(names, "doubled", f"{__name__}:double")  # pyright: ignore[reportArgumentType]
+    losses = list[float]()
+
+    for name in ("reinforce", "doubled"):
+        train = replace(TRAIN, advantage=name)
+        models = {POLICY: make_models(mesh, train, packed=True)[POLICY]}
+        objective = PolicyObjective(train, clipped_loss)
+        step = TrainStep(models, builder(True, torch.float64), train, objective, print)
+        batch = make_batch(random_samples(3, [4], [3, 5], group_size=2))
+        batch.columns[ROLLOUT_LOGPROBS][:] = -4
+        metrics = step.run(batch, 0)
+        assert metrics.get("train/doubled") == (1.0 if name == "doubled" else None)
+        losses.append(metrics["train/loss"])
+
+    assert losses[1] == pytest.approx(2 * losses[0]) != 0
 
 
 @pytest.mark.slow
