@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from umbra.runtime.errors import first_leaf
+
 pytestmark = pytest.mark.slow  # imports torch
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -73,3 +75,10 @@ def test_the_exceptions_are_found() -> None:
     assert ("umbra.runtime.errors", "ConnectionLost") in found
     assert ("umbra.trainer.world.signals", "StopNow") in found
     assert len(found) > 25
+
+
+def test_the_first_exception_in_a_tree_of_groups_is_found() -> None:
+    first = KeyError("first")
+    inner = ExceptionGroup("inner", [first, ValueError("second")])
+
+    assert first_leaf(ExceptionGroup("outer", [inner, ValueError("third")])) is first

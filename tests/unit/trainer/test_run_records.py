@@ -654,8 +654,10 @@ def test_a_fresh_start_clears_what_an_earlier_run_left_and_nothing_else(tmp_path
     assert begin_run(RunSection(dir=tmp_path, overwrite=True), incarnation=1) is None
 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "replaced"]
-    RunDir(tmp_path).remove_replaced()
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    with MetricsLog(tmp_path, first_step=1) as log:
+        reporter(make_config(tmp_path), log).step_done(1, ROW)
+    assert (tmp_path / "notes.txt").exists()
+    assert not (tmp_path / "replaced").exists()
 
 
 def test_an_earlier_run_outlives_any_number_of_starts_that_fail(tmp_path: Path) -> None:
