@@ -18,7 +18,6 @@ from umbra.runtime.settings import Bounds, annotations_of
 from umbra.trainer.algorithms.base import LossInputs, load_advantage_estimator, load_loss
 from umbra.trainer.config.algorithm_names import (
     ADVANTAGE_ESTIMATORS,
-    LOSS_ARGS,
     LOSSES,
     TOKEN_ADVANTAGES,
 )
@@ -55,7 +54,7 @@ class ReadSettings:
 
     def __getattr__(self, name: str) -> object:
         self.names.add(name)
-        return getattr(TrainSection(steps=1, loss_args=dict(LOSS_ARGS["sapo"])), name)
+        return getattr(train_with(), name)
 
 
 def gradient(
