@@ -90,8 +90,8 @@ class EnginePoolSettings(Settings):
             several pools. `[pool]` may have 0: its engines are then on machines that only generate
             (docs/cluster.md).
         nodes: Nodes of the engines by hand, as numbers from 0, which is rank 0's. Default: all.
-        gpus: GPUs of the engines by hand, on each of these nodes, as numbers from 0 in the order of
-            CUDA_VISIBLE_DEVICES, in the order of the engines. A number that is repeated, or in two
+        gpus: GPUs of the engines by hand, on each of these nodes, in the order of
+            CUDA_VISIBLE_DEVICES from 0 and of the engines. A number that is repeated, or in two
             pools, is shared. Default: `mode` decides.
         device: Device of the engines. "auto" is cuda where the trainer runs on it.
         max_num_seqs: Completions an engine works on at a time. More use its device better and take
@@ -101,18 +101,17 @@ class EnginePoolSettings(Settings):
         kv_cache_num_tokens: Size of an engine's KV cache, in tokens of all its sequences. Smaller
             ones let fewer sequences run at a time. Default, in training on GPUs: what other memory
             leaves (docs/engines.md); otherwise the engine's choice.
-        tick_ms: Interval at which engines report new tokens. Longer intervals cost less; an engine
-            that dies loses the tokens of one.
+        tick_ms: Interval at which engines report new tokens. Longer ones cost less; an engine that
+            dies loses the tokens of one.
         num_threads: CPU threads of an engine. Default: the cores near its GPUs, or all on the CPU,
             at most the CPU quota of the container, divided by the pool's engines there.
-        engine_args: Options passed to the engine unchanged: for "vllm" those of its
-            AsyncEngineArgs, such as tensor_parallel_size, for "sglang" those of its ServerArgs,
-            such as tp_size.
+        engine_args: Options passed to the engine unchanged: of vLLM's AsyncEngineArgs, such as
+            tensor_parallel_size, or SGLang's ServerArgs, such as tp_size.
         lora_adapters: LoRA adapters by name, as folders that PEFT saved, which a request may choose
             (docs/engines.md). For engine "vllm".
-        allow_engine_pickle: Whether an engine may be on several nodes, if it needs more GPUs than a
-            node has. The library's own connections between them unpickle what arrives, and check no
-            key: whoever reaches their ports can run code as you. See docs/cluster.md.
+        allow_engine_pickle: Whether an engine that needs more GPUs than a node has may be on
+            several nodes, whose connections unpickle what arrives: whoever reaches their ports can
+            run code as you (docs/cluster.md).
         max_restarts: How often one engine may be restarted within ten minutes. More fail the run.
         memory_limit_mib: Host memory of an engine's processes, above which it is killed and
             restarted. 0 is no limit.
@@ -163,30 +162,27 @@ class PoolSettings(EnginePoolSettings):
         sleep: What hybrid engines free while the trainer computes. Less makes a step shorter.
             "auto" is the least that the memory plan has room for (docs/engines.md), and "all"
             without a plan.
-        on_update: What new weights do to completions in progress. "keep" continues them under the
-            new weights, with the keys of their tokens so far. "abort" computes these keys again.
-            "drain" finishes them first, which takes as long as the longest. Hybrid engines always
-            abort, because they pause before the trainer computes.
-        staged_updates: Whether the engines of a standalone pool read new weights into spare memory
+        on_update: What new weights do to completions in progress (docs/asynchronous.md). Hybrid
+            engines always abort, because they pause before the trainer computes.
+        staged_updates: Whether engines of a standalone pool read new weights into spare memory
             while they generate, so that an update interrupts them for a copy within their GPU
-            alone. It takes the memory of the weights once more on each of their GPUs. For engine
-            "vllm"; without effect where weights do not travel by "cuda_ipc".
+            alone. It takes the memory of the weights once more. For engine "vllm"; without effect
+            where weights do not travel by "cuda_ipc".
         transport: How weights travel to the engines. "cuda_ipc" lets engines read them on the
             trainer's GPUs, "memfd" sends them through host memory, "tcp" over the network to each
             node. "auto" is the first of these that every rank and engine can use.
         sync_bucket_mib: Part of the weights that a rank writes before engines load it, unless the
-            transport is "cuda_ipc". With larger parts, engines begin later and read what has left
-            the cache. With smaller ones, they wake each other more often.
-        full_sync_every: With transport "tcp", every n-th update sends all weights over the
-            network. The others send only the values that have changed since the last update, bit
-            for bit: few at usual learning rates, so that updates wait less for a slow network.
-            Higher values send less. From 2 on, each rank keeps a copy of its part of the weights in
-            `model.dtype`, on its GPU. 1 always sends all.
+            transport is "cuda_ipc". With larger ones, engines begin later and read what has left
+            the cache; with smaller ones, they wake each other more often.
+        full_sync_every: With transport "tcp", every n-th update sends all weights over the network,
+            the others only the values that have changed, bit for bit: few at usual learning rates.
+            From 2 on, each rank keeps a copy of its part of the weights in `model.dtype`, on its
+            GPU.
         sync_timeout_s: Limit for one weight update; the first also covers engine start-up. An
             engine that makes no progress for most of it is replaced.
         stall_limit_s: How long an engine that has requests may generate no token before it is
-            killed and restarted. Set it above the longest time to a first token: a long prompt on a
-            CPU may take minutes.
+            killed and restarted. Set it above the longest time to a first token, which may be
+            minutes on a CPU.
     """
 
     count: CountOrAuto = "auto"
@@ -220,22 +216,20 @@ class AuxiliaryPoolSettings(EnginePoolSettings):
     functions call them by `ctx.pool("NAME")`; the name has letters, digits and `_`.
 
     Attributes:
-        model_path: Model directory or name on the hub, as in `model.path`. The engines load it
-            themselves, and training does not change it.
+        model_path: Model directory or name on the hub, as in `model.path`. Training does not change
+            it.
         mode: "colocated" pools share the GPUs of the policy's engines by time-slicing. "standalone"
             pools have GPUs of their own, and are always awake.
         dtype: Data type of computation. Default: `model.dtype`.
-        chat_template_kwargs: Further variables of the model's chat template, such as
-            enable_thinking = false.
+        chat_template_kwargs: Further variables of the model's chat template.
         env: Variables for the engines' processes. On GPUs, `gpus` takes the place of
             CUDA_VISIBLE_DEVICES. Files of the run, loggers and the web page show their names only.
         max_wait_s: How long requests of a colocated pool wait before they interrupt the policy's
-            generation, which continues later. Lower values interrupt it more often; between the
-            turns of several pools it has at least the shortest of their waits. Default: 10 for a
-            standalone policy, and in `umbra serve`; otherwise until the policy is idle.
+            generation, which continues later. Between turns of several pools it has at least the
+            shortest of their waits. Default: 10 for a standalone policy, and in `umbra serve`;
+            otherwise until the policy is idle.
         max_turn_s: Longest turn of a colocated pool while the policy has something to generate.
-            Longer turns switch less often and delay the policy more. A turn without requests ends
-            at once.
+            Longer turns switch less often and delay the policy more.
         start_timeout_s: Limit for an engine's start.
         request_timeout_s: Limit for one answer, including time spent waiting for the pool's turn.
     """

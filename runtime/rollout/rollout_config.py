@@ -30,43 +30,39 @@ class RolloutSettings(Settings):
 
     Attributes:
         groups_per_step: Prompts per optimizer step. More make the gradient less noisy and the step
-            longer. Where the data has fewer, some prompts come more than once.
+            longer. Where the data has fewer, some come more than once.
         group_size: Completions per prompt. Advantages compare them, so more give a better baseline
-            and take more generation. Training needs 2 or more, unless `train.advantage` is
-            "reinforce", "none" or a function of your own.
+            and take more generation. 1 needs `train.advantage` "gae", "reinforce", "none" or a
+            function of your own.
         max_new_tokens: Largest number of tokens generated for one completion, over all turns of an
             agent loop.
-        temperature: Temperature of training rollouts, above 0. Higher values explore more.
+        temperature: Higher values explore more.
         top_p: Only the most probable tokens with at least this share of the probability are
-            sampled. Lower values explore less. The trainer scores tokens under the same truncation.
-            Default: 1, all tokens.
+            sampled. The trainer scores tokens under the same truncation. Default: 1, all tokens.
         top_k: Only so many of the most probable tokens are sampled; `top_p` then counts among them.
             Default: 0, all tokens.
         stop_token_ids: Tokens that end a completion, besides the model's own end-of-text tokens.
-        stop: Texts that end a completion, special tokens included. It ends with the token that
-            completes one. In an agent loop, they end a turn. Evaluations and `umbra serve` use
-            them, too.
-        skip_special_tokens: Whether the text of a completion, for rewards, `ctx.decode` and answers
-            of auxiliary pools, leaves out all special tokens. By default it leaves out end-of-text
-            and padding tokens only.
-        max_staleness: How many optimizer steps old a token may be when it is trained on. 0 is
-            synchronous and on-policy. From 1 on, a standalone pool generates the next batches while
-            the trainer works, and long completions continue across steps.
+        stop: Texts that end a completion, special tokens included, or a turn of an agent loop. It
+            ends with the token that completes one. Evaluations and `umbra serve` use them, too.
+        skip_special_tokens: Whether texts of completions, for rewards, `ctx.decode` and answers of
+            auxiliary pools, leave out all special tokens, and not only end-of-text and padding
+            tokens.
+        max_staleness: How many optimizer steps old a token may be when it is trained on
+            (docs/asynchronous.md). 0 is synchronous and on-policy.
         batch_order: "in_order" follows the order of the data, so that batches contain long
             completions as often as short ones. "first_finished" takes the prompts that are scored
-            first, and drops those that become too old.
+            first (docs/asynchronous.md).
         over_sampling: Prompts generated for each one that is needed. Above 1, a batch consists of
             those that finish first, and the others are dropped when they become too old.
-        drop_zero_variance_groups: Drop prompts whose completions all have the same reward, and
-            generate others in their place, because nothing can be learned from them. The run ends
-            after as many in a row as the data has prompts, and at least 1000 and 10 steps' worth.
+        drop_zero_variance_groups: Replace prompts whose completions all have the same reward,
+            because nothing can be learned from them. The run ends after as many in a row as the
+            data has prompts, and at least 1000 and 10 steps' worth.
         max_failed_share: Largest share of the last 200 prompts (fewer early on) that may be dropped
             because user code failed. Exceeding it ends the run; with 0.05, the first failure among
             fewer than 20 prompts does. 1 allows any number.
         ledger_gb: Size of the newest part of the ledger's log, in 10^9 bytes, that keeps all
             tokens. Older samples that no checkpoint needs are reduced to their facts, and to the
-            texts of the best and the worst of each step. Larger values take more disk; with lower
-            ones, texts are lost earlier.
+            texts of the best and the worst of each step.
         workers: Processes that run rewards and agent loops, on each node with ranks. More help
             where user code computes.
         agent: "module:function" of an agent loop. Without one, each completion is one generation.

@@ -70,24 +70,22 @@ class RunSection(Settings):
     """`[run]`: where results go.
 
     Attributes:
-        dir: Directory for metrics, logs, checkpoints, report and summary.json.
+        dir: Directory for all results (docs/run-directory.md).
         resume: "never" starts from scratch. "auto" resumes from the newest complete checkpoint in
             `dir`; without one it starts at step 1, but keeps what was generated. Or the path of a
             checkpoint; one from another run keeps its step count but restarts the data, or in SFT
             continues it.
         overwrite: Whether a fresh start may replace what an earlier run left in `dir`. The earlier
             run stays in `dir`/replaced until the new one has done a step.
-        name: Name shown in progress and report. Where empty, the directory's name.
-        loggers: Where the metrics of each step go besides `dir`/metrics.jsonl: any of "tensorboard"
-            (in `dir`/tensorboard), "wandb" and "mlflow", which read their own environment
-            variables. Default: TensorBoard where it is installed.
+        name: Name in progress and report. Where empty, the directory's.
+        loggers: Where metrics go besides `dir`/metrics.jsonl. "wandb" and "mlflow" read their own
+            environment variables. Default: TensorBoard where it is installed.
         trace: Whether all processes record what they do in `dir`/trace, for `umbra trace`, in at
             most 32 MiB of disk each.
-        profile_steps: Steps whose training is profiled by torch.profiler, such as [3, 100], in
-            `dir`/trace/torch.RANK.step-N.json.gz (docs/watch.md). Each takes longer, and up to
-            20 MB of disk.
+        profile_steps: Steps whose training is profiled by torch.profiler (docs/watch.md), such as
+            [3, 100]. Each takes longer, and up to 20 MB of disk.
         metrics_address: HOST:PORT at which rank 0's supervisor serves metrics for Prometheus
-            (docs/watch.md), such as "127.0.0.1:9464". Where empty, none are served.
+            (docs/watch.md), such as "127.0.0.1:9464".
     """
 
     dir: FilePath = Path("runs/default")
@@ -118,8 +116,8 @@ class LoraSection(Settings):
     """`[model.lora]`: adapters that are trained in place of the model's weights.
 
     Attributes:
-        rank: Rank of the adapters' matrices. Higher ones can learn more and take more memory; 8 to
-            64 are usual. 0 trains the model itself.
+        rank: Higher ranks can learn more and take more memory; 8 to 64 are usual. 0 trains the
+            model itself.
         alpha: An adapter's product is scaled by alpha / `rank`. Larger values change the model more
             with each step.
         targets: Ends of the names of layers that get an adapter, such as "q_proj", and also
@@ -174,8 +172,8 @@ class ModelSection(Settings):
     """`[model]`: the policy.
 
     Attributes:
-        path: A Hugging Face model directory with config, safetensors and tokenizer, or the name of
-            a model on the hub, such as "Qwen/Qwen3-0.6B" or "Qwen/Qwen3-0.6B@COMMIT".
+        path: A Hugging Face model directory, or the name of a model on the hub, such as
+            "Qwen/Qwen3-0.6B" or "Qwen/Qwen3-0.6B@COMMIT" (docs/data-and-rewards.md).
         dtype: Data type of computation, and of the weights that engines get. bfloat16 takes half
             the memory of float32 and is less exact. "auto" is bfloat16 where the trainer runs on a
             GPU, and float32 on the CPU.
@@ -214,34 +212,32 @@ class DataSection(Settings):
             "openai/gsm8k/main:train" (docs/data-and-rewards.md). A list is one data set, in this
             order.
         eval: Held-out prompts, named like those of `train`; the split is "test" where none is
-            given. Without it nothing is evaluated.
+            given.
         format: "text" takes plain prompts from `prompt_column`. "chat" takes lists of {role,
             content} from `messages_column`, also as JSON text, or texts, each the one message of a
             user, and renders them by the tokenizer's chat template. "auto" chooses by the column
             that is there, and takes a list in `prompt_column` for a chat.
         prompt_column: Column of plain prompts.
         messages_column: Column of chats, or of users' messages.
-        template: Text made of a row's columns, such as "Question: {question} Answer:", which takes
-            the place of `prompt_column`, or with format = "chat" of the one message of a user.
-            Double braces are braces.
+        template: Text made of a row's columns, such as "Question: {question} Answer:", in place of
+            `prompt_column`, or with format = "chat" of the one message of a user. Double braces are
+            braces.
         teacher_template: Text made of a row's columns, such as "{prompt} The answer is {answer}.",
             that the teacher gets in place of a plain prompt or of the user's last message, which
             are {prompt} (docs/algorithms.md). {successful_completion} is another completion of the
             group with a reward from `reward.accuracy_threshold`.
         system_prompt: System message in front of each chat. A chat that has one already and a
             plain prompt are refused.
-        continue_final_message: Whether a final message of the assistant in a chat is the beginning
-            of the completion. Otherwise such a chat is refused.
+        continue_final_message: Whether a chat's final message of the assistant, which is otherwise
+            refused, is the beginning of the completion.
         chat_template_kwargs: Further variables of the chat template, such as enable_thinking =
             false. They apply in agent loops and in `umbra serve` as well.
         id_column: Column of unique names of the prompts. Default: row numbers.
         overlong: What to do with a prompt that leaves no room for `rollout.max_new_tokens` in
             `pool.max_context_len`: "error" ends the run, "drop" leaves it out. In SFT, what to do
             with a row of more than `sft.max_len` tokens; "truncate" cuts off its end.
-        eval_limit: Number of held-out prompts to evaluate on, from the first. More take longer and
-            measure better; 0 is all.
-        shuffle: Whether each pass over the data has a new order, from `train.seed`, or that of the
-            file.
+        eval_limit: Number of held-out prompts to evaluate on, from the first. 0 is all.
+        shuffle: Whether each pass over the data has a new order, from `train.seed`.
     """
 
     train: FilePaths
@@ -294,13 +290,11 @@ class EvalSection(Settings):
 
     Attributes:
         samples: Completions per held-out prompt. Above 1, pass@k is measured, too, and
-            `temperature` has to be above 0. More take longer and measure better.
-        temperature: 0 is greedy. Above 0, completions are sampled.
-        top_p: Only the most probable tokens with at least this share of the probability are
-            sampled. Default: 1, all tokens.
-        top_k: Only so many of the most probable tokens are sampled. Default: 0, all tokens.
-        max_new_tokens: Largest number of tokens of one completion. Default:
-            `rollout.max_new_tokens`.
+            `temperature` has to be above 0.
+        temperature: 0 is greedy.
+        top_p: As `rollout.top_p`.
+        top_k: As `rollout.top_k`.
+        max_new_tokens: As `rollout.max_new_tokens`, which is the default.
         sets: Further files of held-out prompts, or data sets as for `data.eval`, by name. They have
             scores of their own, and are part of those of all. A training evaluates them with
             `data.eval` only.
@@ -324,18 +318,17 @@ class RewardSection(Settings):
             It may be async, and then take an argument `ctx`, by which it calls auxiliary pools.
             With `train.advantage` "none" it may be left out.
         functions: Several such functions by name, instead of `function`. The reward is the sum of
-            their results, each times its weight. One may return None for a completion that it does
-            not apply to.
+            their results, each times its weight. One may return None where it does not apply.
         weights: Weight of each of `functions`, by name. Default: 1.
-        overlong_buffer: Number of the last tokens before `rollout.max_new_tokens` in which the
+        overlong_buffer: Number of the last tokens before `rollout.max_new_tokens` over which the
             reward of a training completion falls linearly, by up to `overlong_penalty`
             (`reward/overlong_mean`). A group whose rewards differ by it alone is trained on. 0: no
             penalty.
         overlong_penalty: Penalty of a completion of `rollout.max_new_tokens` tokens, or the weight
             of this part with `train.advantage` "gdpo". Larger values keep completions shorter.
         timeout_s: Limit for one call of a function, without its waits for its turn and for
-            auxiliary pools. Exceeding it drops the prompt, and the process of a function without
-            async is replaced. An async function may block its process for half of it, at most for
+            auxiliary pools. Exceeding it drops the prompt, and restarts the process of a function
+            without async. An async function may block its process for half of it, at most for
             `rollout.block_limit_s`.
         accuracy_threshold: Reward from which on a held-out answer counts as right.
         python_path: Folders searched for the module, before the current directory.
@@ -378,72 +371,63 @@ class TrainSection(Settings):
     """`[train]`: the optimisation.
 
     Attributes:
-        steps: Optimizer steps of the whole run, including those before a resume. Give either this
-            or `epochs`.
-        epochs: Passes over the training prompts instead of `steps`: the run has as many steps of
-            `rollout.groups_per_step` prompts as these take, rounded up. Prompts that
-            `data.overlong` leaves out do not count, and dropped ones add no steps.
+        steps: Optimizer steps of the whole run, including those before a resume. Give this or
+            `epochs`.
+        epochs: Passes over the training prompts instead of `steps`, rounded up to whole steps of
+            `rollout.groups_per_step` prompts. Prompts that `data.overlong` leaves out do not count,
+            and dropped ones add no steps.
         optimizer: "muon" (docs/algorithms.md) takes half of AdamW's memory for the matrices that it
             trains. Both use one learning rate.
-        learning_rate: Peak learning rate, after warm-up. Higher values learn faster until training
-            becomes unstable.
-        schedule: How the learning rate falls after warm-up: "constant" not at all, "linear" or
-            "cosine" until the last step.
+        learning_rate: Peak learning rate, after warm-up.
+        schedule: How the learning rate falls after warm-up, until the last step.
         warmup_steps: Steps over which the learning rate rises from near 0 to its peak.
         warmup_ratio: The same as a share of all steps, instead of `warmup_steps`.
         min_lr_ratio: Share of the peak learning rate that is left at the last step.
         weight_decay: Decoupled weight decay. Vectors, such as those of norms, have none.
-        betas: Decay rates of AdamW's first and second moments. Higher ones average over more steps.
+        betas: Decay rates of AdamW's first and second moments.
         eps: Added to AdamW's denominator. Larger values damp the update of parameters whose
             gradients are small.
-        ema: Decay of an exponential moving average of the weights, which is over about
-            1 / (1 - ema) optimizer steps, for `umbra export --ema` and `umbra eval --ema`. 0 keeps
-            none.
+        ema: Decay of an exponential moving average of the weights, over about 1 / (1 - ema)
+            optimizer steps (docs/algorithms.md). 0 keeps none.
         max_grad_norm: Gradients are scaled down to this norm. 0 switches clipping off.
-        skip_nonfinite: Optimizer steps in a row that are skipped, with a warning, because their
-            gradient has an infinite or NaN element. One more ends the run. Larger values may hide a
-            fault for longer.
+        skip_nonfinite: Optimizer steps in a row that may be skipped, with a warning, because their
+            gradient has an infinite or NaN element (docs/algorithms.md). One more ends the run.
         mini_batches: Parts of a batch, each of as many prompts, for an optimizer step each. Later
-            ones are slightly off-policy. It has to divide `rollout.groups_per_step`.
-        micro_batches: Micro-batches per rank and mini-batch, of about equal cost. More take less
-            memory and are slower. 0 goes by `max_tokens_per_micro_batch`.
-        max_tokens_per_micro_batch: Largest number of tokens of a micro-batch; there are as many as
-            this needs. 0 is 2048 on the CPU, whose caches hold about that, and on a GPU 32768 where
-            the memory plan has room, else 16384.
+            ones are slightly off-policy.
+        micro_batches: Micro-batches per rank and mini-batch. More take less memory and are slower.
+            0 goes by `max_tokens_per_micro_batch`.
+        max_tokens_per_micro_batch: Largest number of tokens of a micro-batch. 0 is 2048 on the CPU,
+            whose caches hold about that, and on a GPU 32768 where the memory plan has room, else
+            16384.
         updates_per_batch: Passes over a batch, with an optimizer step for each of `mini_batches`.
-        loss: "clipped", "decoupled", "gspo", "cispo", "sapo" or "dppo", whose formulas and choice
-            are in docs/algorithms.md, or "module:function", a `PolicyLoss` of your own
-            (docs/add-an-algorithm.md).
+        loss: "clipped", "decoupled", "gspo", "cispo", "sapo" or "dppo" (docs/algorithms.md), or
+            "module:function", a `PolicyLoss` of your own (docs/add-an-algorithm.md).
         clip_eps_low: The ratio is clipped to at least 1 - this; 1 is no lower bound. Larger values
             allow larger updates.
-        clip_eps_high: The ratio is clipped to at most 1 + this. Larger values allow larger updates.
-        dual_clip: With a negative advantage, a token's term is at least this times the advantage,
-            however large the ratio. 3 is usual; 0 is no bound.
+        clip_eps_high: The ratio is clipped to at most 1 + this.
+        dual_clip: With a negative advantage, a token's term is at least this times the advantage. 3
+            is usual; 0 is no bound.
         loss_args: Constants of the loss by name. "sapo" takes tau_positive and tau_negative, by
             default 1 and 1.05. A loss of your own gets them in its settings.
-        importance_level: What an importance weight is of: each "token", the whole "sequence", or
-            the "geometric" mean of its tokens. "none" weights nothing.
+        importance_level: What an importance weight is of (docs/algorithms.md).
         importance_cap: Importance weights above it are limited. 1e9 limits none.
-        importance_above_cap: What happens to importance weights above the cap: "truncate" sets them
-            to the cap, "mask" leaves their tokens out.
-        importance_floor: Tokens with importance weights below it are left out. 0 leaves none out.
+        importance_above_cap: "truncate" sets importance weights above the cap to the cap, "mask"
+            leaves their tokens out.
+        importance_floor: Tokens with importance weights below it are left out.
         advantage: "grpo", "dr_grpo", "rloo", "maxrl", "reinforce", "gdpo", "gae" or, for a teacher
-            alone, "none", whose formulas and choice are in docs/algorithms.md, or
-            "module:function", an `AdvantageEstimator` of your own.
+            alone, "none" (docs/algorithms.md), or "module:function", an `AdvantageEstimator` of
+            your own.
         advantage_norm: "batch" subtracts the mean of all advantages of a batch and divides by their
-            standard deviation; "none" leaves them as they are.
-        loss_aggregation: How losses of tokens become one: "token" is their mean over the batch,
-            "sequence" the mean of each sample's mean, "constant" their sum divided by the number
-            of samples and `rollout.max_new_tokens`.
+            standard deviation.
+        loss_aggregation: How losses of tokens become one (docs/algorithms.md).
         mask_truncated: Whether completions whose last generation reached its largest length are
             left out of the loss. Their rewards still count in the advantages of their group.
-        kl_coef: Weight of the KL term to the starting model. Larger values keep the policy closer
-            to it; 0 keeps no reference model.
-        kl_in_reward: Whether the KL is in the reward of each token instead of the loss
-            (docs/algorithms.md).
+        kl_coef: Weight of the KL term to the starting model (docs/algorithms.md). Larger values
+            keep the policy closer to it; 0 keeps no reference model.
+        kl_in_reward: Whether the KL is in the reward of each token instead of the loss.
         reference_every: Steps after which the current policy becomes the reference model of the KL
             term. 0 keeps the starting model.
-        kl_estimator: Estimator of the KL term in the loss (docs/algorithms.md).
+        kl_estimator: Estimator of the KL term in the loss.
         teacher_kl_coef: Weight of on-policy distillation (docs/algorithms.md) from
             `[pools.teacher]`, or from the policy by `data.teacher_template`. Larger values let
             rewards count less; 1 is usual. 0: no teacher.
@@ -451,34 +435,33 @@ class TrainSection(Settings):
             and trainer for the same tokens and weights, beyond which a run ends (docs/engines.md).
             0 is the bound of `model.dtype`. Raise it for engines that are quantised on purpose; 1e9
             switches the check off.
-        entropy_coef: Weight of the policy's mean entropy, which is added to the objective. Larger
-            values keep the policy from becoming deterministic; 1e-3 is a usual one.
+        entropy_coef: Weight of the policy's mean entropy in the objective. Larger values keep the
+            policy from becoming deterministic; 1e-3 is a usual one.
         log_entropy: Whether to measure the policy's entropy, which takes one more pass over the
             logits.
         activation_checkpointing: "full" keeps only the input of each decoder block, and computes
             the block again: a third more work for far less memory. "auto" is "full" where the
             memory plan has no room for all activations.
         compile: Whether torch.compile compiles decoder blocks and log-probabilities: steps take up
-            to half the time and less memory, and the first one up to a minute more. "auto" compiles
+            to half the time and less memory, the first one up to a minute more. "auto" compiles
             models of 0.5 B parameters and above on GPUs, with a C++ compiler and headers of Python
             and torch.
         offload: What goes to host memory while engines generate that sleep in training
             (`pool.sleep`): "optimizer" the optimizer's state and the moving average, "all" the
             parameters too.
-        eval_every: Steps between evaluations, which also run at the end and by `eval_at_start`. 0
-            means only those.
+        eval_every: Steps between evaluations. 0: only at the end, and by `eval_at_start`.
         eval_at_start: Whether to evaluate before the first step of the run or of a resume, too.
         eval_beside: Whether a standalone pool evaluates while training continues. The evaluation is
             logged at its step, although engines may have got later weights before its last token
-            (`eval/later_tokens_share`). Otherwise training waits.
+            (`eval/later_tokens_share`).
         checkpoint_every: Steps between checkpoints. Fewer lose less work in a crash; 0 means only
             at the end, and a run that begins again needs its whole ledger (`rollout.ledger_gb`).
-            Training continues while one is written, from a copy in host memory, and waits only
-            where that is short.
+            Training continues while one is written, and waits only where host memory for its copy
+            is short.
         keep_checkpoints: Number of checkpoints kept, the newest.
         keep_best_by: Also keeps the checkpoint whose evaluation had the highest "accuracy" or mean
-            "reward", as the link `run.dir`/checkpoints/best, and makes a checkpoint for each
-            evaluation between steps. Needs `data.eval`.
+            "reward" (docs/results.md), and makes a checkpoint for each evaluation between steps.
+            Needs `data.eval`.
         export: Whether to write a Hugging Face directory at the end.
         seed: Seed of data order and sampling.
         shutdown_grace_s: How long the step in progress and a checkpoint may take after SIGTERM or
