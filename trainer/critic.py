@@ -25,7 +25,8 @@ from umbra.trainer.model.train_model import TokenScores
 from umbra.trainer.world.mesh import sum_over_ranks
 
 _ROUNDING: Final = 1e-9
-"""Returns whose variance is a smaller share of their square are all the same."""
+"""Returns are all the same if their variance is a smaller share of their and their errors' squares,
+from which they have been computed."""
 
 
 class ValueObjective:
@@ -91,6 +92,6 @@ def _metrics(micro_batches: Sequence[MicroBatch], device: torch.device) -> dict[
     mean, square, error, squared_error = (total / count for total in totals)
     variance, unexplained = square - mean**2, squared_error - error**2
     metrics = {"critic/return_mean": mean, "critic/value_mean": mean - error}
-    if variance > _ROUNDING * square:
+    if variance > _ROUNDING * (square + squared_error):
         metrics["critic/explained_variance"] = 1 - unexplained / variance
     return metrics

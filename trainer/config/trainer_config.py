@@ -625,11 +625,17 @@ class TrainerConfig:
         return weights | ({OVERLONG: reward.overlong_penalty} if reward.overlong_buffer else {})
 
     def with_steps(self, num_prompts: int) -> Self:
-        """With `train.steps` for `train.epochs` over `num_prompts` training prompts."""
+        """With `train.steps` for `train.epochs` over `num_prompts` training prompts. Raises
+        ConfigError if all of them are a critic's warm-up."""
         if self.train.epochs is None:
             return self
         # Rounded first: 1.1 passes over 10 prompts are 11.000000000000002 steps of one prompt.
         steps = math.ceil(round(self.train.epochs * num_prompts / self.rollout.groups_per_step, 6))
+        if (warmup_steps := self.critic.warmup_steps) >= steps:
+            raise ConfigError(
+                f"critic.warmup_steps is {warmup_steps}, and train.epochs = {self.train.epochs} "
+                f"are {steps} steps: the policy would never be trained: use fewer steps of warm-up"
+            )
         return replace(self, train=replace(self.train, steps=steps))
 
 

@@ -117,8 +117,10 @@ def recorded_config(run_dir: Path, overrides: Sequence[str] = ()) -> TrainerConf
         given = {each.key: each.text for each in map(Override.parse, overrides)}
         if "gae" not in given.get("train.advantage", "gae"):
             settings.pop("critic", None)  # which nothing would train
-        model, reward = settings["model"], settings["reward"]
-        model["path"] = local_model(str(folder / model["path"]), with_weights=True)
+        reward = settings["reward"]
+        for section in (settings["model"], settings.get("critic", {})):
+            if path := section.get("path"):
+                section["path"] = local_model(str(folder / path), with_weights=True)
         reward["python_path"] = [str(folder / each) for each in (*reward["python_path"], "")]
     except (OSError, ValueError, KeyError, TypeError) as error:
         cause = error.strerror if isinstance(error, OSError) else error

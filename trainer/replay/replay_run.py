@@ -27,6 +27,11 @@ from umbra.trainer.world.run_files import check_writable, writing
 
 _COMPARED: Final = ("train/", "critic/")
 """Begin the names of metrics that a replay computes as the run has computed them."""
+_SHOWN: Final = {
+    "loss": "train/loss",
+    "grad norm": "train/grad_norm",
+    "critic loss": "critic/loss",
+}
 _BESIDE: Final = "run/"
 """Put in front of the name of such a metric where its value is the run's."""
 _UNKNOWN: Final = "rollout/refilled_tokens"
@@ -142,7 +147,8 @@ class ReplayReport:
             )
         numbers = "  ".join(
             f"{label} {row.get(name, 0.0):.5g} [{beside.get(name, 0.0):.5g}]"
-            for label, name in (("loss", "train/loss"), ("grad norm", "train/grad_norm"))
+            for label, name in _SHOWN.items()
+            if name in row  # a critic's warm-up has no loss of the policy
         )
         self._display.note(f"step {step}/{self._plan.last}  {numbers}")
 

@@ -199,16 +199,20 @@ def test_tools_tokens_are_skipped_and_the_kl_is_in_each_token_s_reward(
     )
 
 
-def test_equal_returns_have_no_variance_to_explain(mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize(("reward", "gamma"), [(0.1, 1.0), (0.0, 0.99)])
+def test_equal_returns_have_no_variance_to_explain(
+    mesh: DeviceMesh, reward: float, gamma: float
+) -> None:
     batch = make_batch(random_samples(3, [4], [3, 5], group_size=2))
-    batch.columns[ADVANTAGES][:] = 0.1
-    batch.columns[VALUES] = np.linspace(0, 1, len(batch.tokens)).astype(np.float32)
+    batch.columns[ADVANTAGES][:] = reward
+    batch.columns[VALUES] = drawn(len(batch.tokens)).numpy().astype(np.float32)
     ((micro_batch,),) = builder(packed=True).build(batch)
 
-    metrics = add_gae([micro_batch], CriticSection(), TrainSection(steps=1, advantage="gae"))
+    critic, train = CriticSection(gamma=gamma), TrainSection(steps=1, advantage="gae")
+    metrics = add_gae([micro_batch], critic, train)
 
     assert "critic/explained_variance" not in metrics
-    assert metrics["critic/return_mean"] == pytest.approx(0.1)
+    assert metrics["critic/return_mean"] == pytest.approx(reward, abs=1e-7)
 
 
 TRAIN = TrainSection(

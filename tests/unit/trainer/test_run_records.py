@@ -37,7 +37,7 @@ from umbra.trainer.checkpoint.run_dir import (
 from umbra.trainer.checkpoint.trainer_state import TrainerState, read_trainer_state
 from umbra.trainer.config.config_file import check_config
 from umbra.trainer.config.sft_config import SftConfig
-from umbra.trainer.config.trainer_config import RunSection, TrainerConfig
+from umbra.trainer.config.trainer_config import CriticSection, RunSection, TrainerConfig
 from umbra.trainer.replay.replay_plan import recorded_config
 from umbra.trainer.reporting.console import ProgressDisplay, format_step
 from umbra.trainer.reporting.fatal_error_report import FatalErrorReporter
@@ -930,3 +930,18 @@ def test_a_folder_without_a_run_is_no_folder_to_replay(tmp_path: Path) -> None:
     said = r"settings\.json does not have the settings of a run \(No such file or directory\): give"
     with pytest.raises(ConfigError, match=said):
         recorded_config(tmp_path)
+
+
+def test_the_models_of_a_run_are_found_from_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(tmp_path, advantage="gae")
+    model, critic = replace(config.model, path=Path("a")), CriticSection(path=Path("models/b"))
+    monkeypatch.chdir(tmp_path)
+    record_settings(replace(config, model=model, critic=critic), {})
+    monkeypatch.chdir("/")
+
+    found = recorded_config(tmp_path)
+
+    assert found.model.path == tmp_path / "a"
+    assert found.critic.path == tmp_path / "models/b"

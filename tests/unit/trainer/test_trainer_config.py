@@ -475,6 +475,16 @@ def test_passes_over_the_prompts_become_steps(
     assert load_config(config_file).with_steps(num_prompts).train.total_steps == 10
 
 
+def test_passes_that_a_critic_s_warm_up_takes_whole_are_refused(config_file: Path) -> None:
+    given = ["train.steps=", "train.epochs=1", "train.advantage=gae", "critic.warmup_steps=4"]
+    config = load_config(config_file, [*given, "rollout.groups_per_step=10"])
+
+    with pytest.raises(ConfigError, match=r"critic.warmup_steps is 4, .* 1.0 are 4 steps: "):
+        config.with_steps(40)
+
+    assert config.with_steps(41).train.total_steps == 5
+
+
 def test_auxiliary_pools_have_names_of_their_own(config_file: Path) -> None:
     judge = "pools.judge.model_path=models/judge"
 
