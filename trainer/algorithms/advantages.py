@@ -77,7 +77,7 @@ def normalize_over_batch(advantages: NDArray[np.float32]) -> NDArray[np.float32]
     wide = advantages.astype(np.float64)
     sums = torch.tensor([len(wide), wide.sum(), np.square(wide).sum()], dtype=torch.float64)
     count, total, squares = (float(value) for value in sum_over_ranks(sums))
-    mean = total / count
+    mean = total / max(count, 1.0)  # a batch may have no token to train on
     std = math.sqrt(max(0.0, squares - count * mean**2) / max(1.0, count - 1))
     if abs(mean) < _ROUNDING * std:  # of centred advantages, whose zeros stay exact
         mean = 0.0

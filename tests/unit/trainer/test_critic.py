@@ -199,6 +199,16 @@ def test_tools_tokens_are_skipped_and_the_kl_is_in_each_token_s_reward(
     )
 
 
+def test_a_batch_without_a_token_to_train_on_leaves_all_as_it_is(mesh: DeviceMesh) -> None:
+    batch = make_batch(random_samples(3, [4], [3, 5], group_size=2))
+    batch = replace(batch, mask=np.zeros_like(batch.mask))
+    batch.columns[VALUES] = np.ones(len(batch.tokens), np.float32)
+    ((micro_batch,),) = builder(packed=True).build(batch)
+    train = TrainSection(steps=1, advantage="gae", advantage_norm="batch")
+
+    assert add_gae([micro_batch], CriticSection(), train) == {}
+
+
 @pytest.mark.parametrize(("reward", "gamma"), [(0.1, 1.0), (0.0, 0.99)])
 def test_equal_returns_have_no_variance_to_explain(
     mesh: DeviceMesh, reward: float, gamma: float
