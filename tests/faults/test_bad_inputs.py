@@ -140,7 +140,7 @@ def test_a_ledger_that_is_removed_ends_the_run_with_the_cause(folder: Path) -> N
 
 def test_a_run_directory_that_is_moved_has_all_files_of_its_run(folder: Path, assets: Path) -> None:
     moved, best = folder / "moved", (f"data.eval={assets}/train.jsonl", "data.eval_limit=2")
-    best += ("train.eval_every=20", "train.keep_best_by=accuracy")
+    best += ("train.eval_every=20", "train.eval_at_start=false", "train.keep_best_by=accuracy")
     with start_run(folder, "train.steps=40", "train.export=true", *best, num_ranks=1) as run:
         run.wait_for_step(2)
         run.run_dir.rename(moved)

@@ -24,6 +24,8 @@ from umbra.trainer.world.run_files import HeldFolder, write_text, writing
 logger = logging.getLogger(__name__)
 
 MetricsRow = Mapping[str, float]
+_METRICS: Final = "metrics.jsonl"
+_SAMPLES: Final = "eval_samples.jsonl"
 
 LOGGER_TARGETS: Final[Mapping[str, str]] = {
     "tensorboard": "umbra.trainer.reporting.metrics_loggers:TensorboardLogger",
@@ -279,14 +281,17 @@ class MetricsLog:
     on are from before a rollback, and are removed."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
-        self.path = folder / "metrics.jsonl"
-        self._samples_path = folder / "eval_samples.jsonl"
         self._first_step = first_step
         self._folder = HeldFolder(folder)
 
+    @property
+    def path(self) -> Path:
+        """Of metrics.jsonl, wherever the folder is moved. Raises RunDirectoryError as `append`."""
+        return self._folder.path / _METRICS
+
     def __enter__(self) -> Self:
-        for path in (self.path, self._samples_path):
-            _keep_steps_before(path, self._first_step)
+        for name in (_METRICS, _SAMPLES):
+            _keep_steps_before(self._folder.path / name, self._first_step)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -294,10 +299,10 @@ class MetricsLog:
 
     def write(self, step: int, row: MetricsRow) -> None:
         """A reader sees the step at once. Raises RunDirectoryError as `append` does."""
-        self._append(self.path.name, step, row)
+        self._append(_METRICS, step, row)
 
     def write_samples(self, step: int, samples: Sequence[EvalSample]) -> None:
-        self._append(self._samples_path.name, step, {"samples": [asdict(s) for s in samples]})
+        self._append(_SAMPLES, step, {"samples": [asdict(s) for s in samples]})
 
     def _append(self, name: str, step: int, row: Mapping[str, Any]) -> None:
         line = {"step": step, "time": round(time.time(), 3), **row}

@@ -238,16 +238,16 @@ class RunReporter:
                 log.write(step, row)
 
     def _write_samples(self, step: int, found: Sequence[Mapping[str, Any]]) -> None:
-        logs = [log for log in (self._log, self._loggers) if log is not None]
-        if not logs or not found:
+        if self._log is None or not found:
             return
         if self._tokenizer is None:
-            path = tokenizer_path(self._config.run.dir)
+            path = tokenizer_path(self._log.path.parent)
             self._tokenizer = ModelTokenizer.open(path)
         decode = self._tokenizer.decode_all
         samples = [EvalSample.decode(decode, sample) for sample in found]
-        for log in logs:
-            log.write_samples(step, samples)
+        for log in (self._log, self._loggers):
+            if log is not None:
+                log.write_samples(step, samples)
 
     def _earlier_accuracy(self, accuracy: float) -> float:
         """The starting model's accuracy; a resumed run has it from its first part."""
