@@ -484,18 +484,27 @@ async def await_end_of_lost(
 
 
 async def _read_object(fd: int) -> dict[str, Any] | None:
-    """Reads one msgpack map from a pipe; None at its end. Closes it."""
+    """Reads one msgpack map from a pipe without blocking the loop; None at its end. Closes it.
+
+    uvloop's transport of a pipe would close the descriptor twice, and with it one that another
+    thread has opened in between, such as a socket of ZeroMQ."""
+    loop = asyncio.get_running_loop()
     unpacker = msgpack.Unpacker()
-    reader = asyncio.StreamReader()
-    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(fd, "rb", buffering=0)
-    )
+    readable = asyncio.Event()
+    os.set_blocking(fd, False)
+    loop.add_reader(fd, readable.set)
     try:
-        while chunk := await reader.read(65536):
-            unpacker.feed(chunk)
+        while True:
+            await readable.wait()
+            readable.clear()
+            with contextlib.suppress(BlockingIOError):
+                chunk = os.read(fd, 65536)
+                if not chunk:
+                    return None
+                unpacker.feed(chunk)
             for outcome in unpacker:
                 found: dict[str, Any] = outcome
                 return found
-        return None
     finally:
-        transport.close()
+        loop.remove_reader(fd)
+        os.close(fd)

@@ -326,7 +326,7 @@ def test_sections_of_the_other_training_are_refused() -> None:
 
 
 SHARED = {
-    "run": "dir loggers name overwrite resume",
+    "run": "dir loggers name overwrite profile_steps resume",
     "data": "chat_template_kwargs eval eval_limit format messages_column overlong prompt_column "
     "shuffle system_prompt template train",
     "train": "activation_checkpointing betas checkpoint_every compile device ema epochs eps "
