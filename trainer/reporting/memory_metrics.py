@@ -27,11 +27,12 @@ class MemoryAccount:
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
         """Measures at the beginning of the block, and the peak within it."""
-        self._nbytes[f"{name}_allocated"] = self._reset()
+        self._nbytes[f"{name}_allocated"] = began = self._reset()
         try:
             yield
         finally:
-            self._nbytes[f"{name}_peak"] = self._peak()
+            # Linux may be some pages behind with a process's peak.
+            self._nbytes[f"{name}_peak"] = max(began, self._peak())
             if self._device.type == "cuda":
                 reserved = torch.cuda.max_memory_reserved(self._device)
                 self._nbytes[f"{name}_reserved"] = reserved
