@@ -1,4 +1,4 @@
-"""What a critic adds to a step: advantages and returns of each token, and its own objective."""
+"""A critic's part of a step: advantages and returns of each token, and its own objective."""
 
 from __future__ import annotations
 

@@ -11,13 +11,12 @@ while the caller has granted credits. CANCEL, a lost caller and shutdown cancel 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 import itertools
 import logging
 import math
 import traceback
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from types import AsyncGeneratorType, CoroutineType
 from typing import Any, Final, TypeVar, cast
 
@@ -301,26 +300,29 @@ class ActorServer:
         running.task.add_done_callback(on_done)
 
     async def _finish(self, peer: _Peer, call_id: int, outcome: Coroutine[Any, Any, Any]) -> None:
-        with _sending_errors(peer.outbox, call_id):
+        try:
             _put_result(peer.outbox, (RESULT, call_id, await outcome), call_id)
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 -- it is the caller's
+            _answer_with(error, peer.outbox, call_id)
 
     async def _stream(
         self, peer: _Peer, call_id: int, running: _Running, items: AsyncGenerator[Any, Any]
     ) -> None:
         assert running.credit_added is not None
         try:
-            with _sending_errors(peer.outbox, call_id):
-                while True:
-                    while running.credits <= 0:
-                        running.credit_added.clear()
-                        await running.credit_added.wait()
-                    running.credits -= 1
-                    item = await anext(items, _OVER)
-                    if item is _OVER:
-                        peer.outbox.put((END, call_id))
-                        return
-                    if not _put_result(peer.outbox, (ITEM, call_id, item), call_id):
-                        return
+            while True:
+                while running.credits <= 0:
+                    running.credit_added.clear()
+                    await running.credit_added.wait()
+                running.credits -= 1
+                item = await anext(items, _OVER)
+                if item is _OVER:
+                    peer.outbox.put((END, call_id))
+                    return
+                if not _put_result(peer.outbox, (ITEM, call_id, item), call_id):
+                    return
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 -- it is the caller's
+            _answer_with(error, peer.outbox, call_id)
         finally:
             try:
                 await items.aclose()
@@ -328,16 +330,12 @@ class ActorServer:
                 logger.exception("a stream's clean-up failed")
 
 
-@contextlib.contextmanager
-def _sending_errors(outbox: Outbox, call_id: int) -> Generator[None]:
-    """Answers a call with the error that its method raises."""
-    try:
-        yield
-    except (Exception, asyncio.CancelledError) as error:
-        task = asyncio.current_task()
-        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-            raise  # by somebody else than the method itself
-        _put_error(outbox, call_id, error)
+def _answer_with(error: BaseException, outbox: Outbox, call_id: int) -> None:
+    """Sends the error of a call's method; raises a cancellation of the call's task again."""
+    task = asyncio.current_task()
+    if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+        raise error
+    _put_error(outbox, call_id, error)
 
 
 def _put_result(outbox: Outbox, envelope: tuple[Any, ...], call_id: int) -> bool:

@@ -74,7 +74,6 @@ from umbra.trainer.world.mesh import (
     first_text,
     from_each_rank,
     from_lead,
-    new_group,
 )
 from umbra.trainer.world.run_files import (
     HeldFolder,
@@ -103,7 +102,7 @@ class CheckpointStore:
         self._mesh = mesh
         self._keep = keep
         self._copy = HostCopy(mesh)
-        self._group = new_group()  # the writers', because the trainer uses the other one meanwhile
+        self._group = mesh.new_group()  # the writers', because training uses the other meanwhile
         self._writing: Future[None] | None = None
 
     def path(self, step: int) -> Path:

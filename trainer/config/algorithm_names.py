@@ -38,8 +38,8 @@ ADVANTAGE_ESTIMATORS: Final[Mapping[str, str]] = {
 """Values of `train.advantage`; "module:function" names a user's own `AdvantageEstimator`."""
 
 TOKEN_ADVANTAGES: Final[Mapping[str, str]] = {"gae": "umbra.trainer.critic:add_gae"}
-"""Those of them that end in advantages of tokens, by the function that makes these of the samples'
-before a step, like `add_gae`; it also has to apply `train.advantage_norm` and `kl_in_reward`."""
+"""Estimators with an advantage for each token: before a step, a function like `add_gae` makes these
+from the samples' advantages, and applies `train.advantage_norm` and `kl_in_reward`."""
 
 
 def takes_args(loss: str, args: Mapping[str, Any]) -> bool:

@@ -409,7 +409,8 @@ class TrainSection(Settings):
             is usual; 0 is no bound.
         loss_args: Constants of the loss by name. "sapo" takes tau_positive and tau_negative, by
             default 1 and 1.05. A loss of your own gets them in its settings.
-        importance_level: What an importance weight is of (docs/algorithms.md).
+        importance_level: With loss = "decoupled", whether a token, a sample or its mean has an
+            importance weight (docs/algorithms.md).
         importance_cap: Importance weights above it are limited. 1e9 limits none.
         importance_above_cap: "truncate" sets importance weights above the cap to the cap, "mask"
             leaves their tokens out.

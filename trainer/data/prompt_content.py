@@ -45,7 +45,7 @@ def prompt_content(
 def teacher_content(
     data: DataSection, where: str, row: Mapping[str, Any], content: str | list[dict[str, Any]]
 ) -> str | list[dict[str, Any]]:
-    """What `data.teacher_template` makes of a row's prompt, its `content`."""
+    """The teacher's prompt: `data.teacher_template`, filled with a row and its `content`."""
 
     def privileged(prompt: str) -> str:
         given = {**row, "prompt": prompt, "successful_completion": SUCCESSFUL}

@@ -286,7 +286,7 @@ class MetricsLog:
 
     @property
     def path(self) -> Path:
-        """Of metrics.jsonl, wherever the folder is moved. Raises RunDirectoryError as `append`."""
+        """metrics.jsonl, wherever the folder is moved. Raises RunDirectoryError as `append`."""
         return self._folder.path / _METRICS
 
     def __enter__(self) -> Self:

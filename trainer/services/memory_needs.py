@@ -53,8 +53,8 @@ _WHOLE_MAX_PARAMETERS: Final = 1_000_000_000
 layers, it does so for each micro-batch, which takes a small model longer than its kernels. Higher
 leaves the GPU idle while much is gathered, before a step's first kernel."""
 _LARGE_MICRO_BATCH_TOKENS: Final = 32_768
-"""Of a micro-batch where there is memory: a 0.6B step takes 723 ms and 40 GiB on an H200 instead of
-746 ms and 29 GiB."""
+"""A micro-batch has as many where there is memory: on an H200, a 0.6B step takes 723 ms and 40 GiB
+instead of 746 ms and 29 GiB."""
 _COMPILED_SHARE: Final = 0.65
 """Share of the activations that torch.compile keeps, measured with Qwen3 shapes on an H200."""
 
@@ -86,7 +86,7 @@ def plan_job_memory(
 
 
 def _fewer_passes(settled: TrainerConfig) -> list[TrainerConfig]:
-    """What a step may do with fewer kernels, the best first."""
+    """Settings by which a step launches fewer kernels, the best first, and those given."""
     found, train = [settled], settled.train
     if settled.model.fsdp_wrap == "auto":
         size = ModelSizes.read(settled.model.path).num_parameters

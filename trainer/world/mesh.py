@@ -43,6 +43,8 @@ class Mesh:
     world_size: int
     device: torch.device
     fsdp: DeviceMesh
+    timeout_s: float
+    """Limit for a rank's wait for the others in a collective."""
 
     @property
     def is_lead(self) -> bool:
@@ -82,24 +84,25 @@ class Mesh:
             arguments |= {"store": _dist.HashStore(), "rank": 0, "world_size": 1}
         _dist.init_process_group(backend, **arguments)
         try:
-            yield cls.of_group(torch_device)
+            yield cls.of_group(torch_device, timeout_s=timeout_s)
         finally:
             _dist.destroy_process_group()
 
     @classmethod
-    def of_group(cls, device: torch.device, num_replicas: int = 1) -> Mesh:
+    def of_group(
+        cls, device: torch.device, num_replicas: int = 1, timeout_s: float = 1800.0
+    ) -> Mesh:
         """Lays out the ranks of the process group. Collective."""
         rank, world_size = _dist.get_rank(), _dist.get_world_size()
         axes = {"replicate": num_replicas, "shard": world_size // num_replicas}
         if num_replicas == 1:
             del axes["replicate"]  # FSDP would sum gradients over it, one rank or not
         fsdp = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-        return cls(rank=rank, world_size=world_size, device=device, fsdp=fsdp)
+        return cls(rank=rank, world_size=world_size, device=device, fsdp=fsdp, timeout_s=timeout_s)
 
-
-def new_group() -> Any:
-    """Another group of all ranks, on the CPU, for the collectives of a thread. Collective."""
-    return _dist.new_group(backend="gloo")
+    def new_group(self) -> Any:
+        """Another group of all ranks, on the CPU, for the collectives of a thread. Collective."""
+        return _dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
 
 
 def from_lead(mesh: Mesh, make: Callable[[], T], group: Any = None) -> T:

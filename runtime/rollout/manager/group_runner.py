@@ -11,6 +11,7 @@ The owner of a group decides what becomes of it: batches, steps and staleness ar
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -197,7 +198,9 @@ class GroupRunner:
         else:
             self._end(run)
 
-    def _ask_teacher(self, sample: Trajectory, run: _Run) -> None:
+    def _ask_teacher(
+        self, sample: Trajectory, run: _Run, successes: Sequence[Trajectory] = ()
+    ) -> None:
         """Evaluations have no teacher. One without a prompt of its own agrees with the policy."""
         if self._teacher is None or run.group.order_idx < 0:
             return
@@ -211,7 +214,7 @@ class GroupRunner:
                 run.asked.discard(sample)
                 self._deliver(run)
 
-        prompt = teacher_prompt(sample, run.group, self._config.accuracy_threshold)
+        prompt = teacher_prompt(sample, successes)
         if prompt is not None:
             run.asked.add(sample)
             self._teacher.ask(sample, prompt, on_answer)
@@ -221,9 +224,11 @@ class GroupRunner:
 
     def _end(self, run: _Run) -> None:
         run.is_scored, run.scoring_since = True, None
-        self._recorder.scored(run.group.trajectories)
-        for sample in run.group.trajectories:
-            self._ask_teacher(sample, run)
+        samples, least = run.group.trajectories, self._config.accuracy_threshold
+        self._recorder.scored(samples)
+        successes = [each for each in samples if each.reward is not None and each.reward >= least]
+        for sample in samples:
+            self._ask_teacher(sample, run, successes[:2])
         self._deliver(run)
 
     def _deliver(self, run: _Run) -> None:

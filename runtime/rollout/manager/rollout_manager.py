@@ -71,7 +71,7 @@ class RolloutManager:
         if rollout.teacher:
             scorer = PoolScorer(rollout.teacher, context, settings.timeout_s)
             if rollout.teacher == dispatch.pool:
-                scorer = PolicyScorer(dispatcher, dispatch.max_context_len)
+                scorer = PolicyScorer(dispatcher, dispatch.max_context_len, settings.timeout_s)
             self._teacher = Teacher(scorer, self._fail)
         self._runner = GroupRunner(
             rollout, dispatcher, self._sessions, self._workers, recorder, context.name,

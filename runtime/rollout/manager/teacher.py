@@ -7,16 +7,16 @@ GroupRunner ──ask──▶ Teacher ──▶ PoolScorer ──▶ engines of
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from umbra.runtime.actor.actor_spec import ActorContext
-from umbra.runtime.errors import RolloutError, UmbraError
+from umbra.runtime.errors import DeadlineExceeded, RolloutError, UmbraError
 from umbra.runtime.rollout.dispatch.dispatcher import Dispatcher
-from umbra.runtime.rollout.dispatch.trajectory import Group, Trajectory, Turn
+from umbra.runtime.rollout.dispatch.trajectory import Trajectory, Turn
 from umbra.runtime.rollout.prompts import Prompt
 from umbra.runtime.rollout.rollout_config import SamplingOptions
 from umbra.runtime.rpc.rpc_client import Handle
@@ -25,19 +25,17 @@ _RESOLVE_TIMEOUT_S: Final = 60.0
 """Deadline for the generator to be found, which started before the ranks asked for a batch."""
 
 
-def teacher_prompt(
-    sample: Trajectory, group: Group, accuracy_threshold: float
-) -> NDArray[np.int32] | None:
-    """What a teacher gets in place of the sample's prompt. None if it takes a successful completion
-    of the group, other than the sample, and there is none, or none yet."""
+def teacher_prompt(sample: Trajectory, successes: Sequence[Trajectory]) -> NDArray[np.int32] | None:
+    """The prompt that the teacher gets in place of the sample's. None if it shows a successful
+    completion of the group, and `successes`, the first two of them, have none but the sample."""
     first, *others = sample.prompt.teacher or (sample.prompt_tokens,)
     if not others:
         return first
-    for peer in group.trajectories:
-        if peer is not sample and peer.reward is not None and peer.reward >= accuracy_threshold:
-            shown = peer.tokens[:-1] if peer.finish_reason == "stop" else peer.tokens
-            return np.concatenate([first, *(part for other in others for part in (shown, other))])
-    return None
+    peer = next((peer for peer in successes if peer is not sample), None)
+    if peer is None:
+        return None
+    shown = peer.tokens[:-1] if peer.finish_reason == "stop" else peer.tokens
+    return np.concatenate([first, *(part for other in others for part in (shown, other))])
 
 
 class Scorer(Protocol):
@@ -67,11 +65,12 @@ class PoolScorer:
 
 
 class PolicyScorer:
-    """Asks the policy's engines, among their other requests."""
+    """Asks the policy's engines, before their waiting requests."""
 
-    def __init__(self, dispatcher: Dispatcher, max_context_len: int) -> None:
+    def __init__(self, dispatcher: Dispatcher, max_context_len: int, timeout_s: float) -> None:
         self._dispatcher = dispatcher
         self._max_context_len = max_context_len
+        self._timeout_s = timeout_s
 
     async def score(
         self, prompt: NDArray[np.int32], completion: NDArray[np.int32]
@@ -106,7 +105,10 @@ class PolicyScorer:
         )
         try:
             self._dispatcher.submit(turn)
-            return await answer
+            async with asyncio.timeout(self._timeout_s):
+                return await answer
+        except TimeoutError:
+            raise DeadlineExceeded(f"no answer within {self._timeout_s:.3g} s") from None
         finally:
             self._dispatcher.cancel([turn])  # of a group that was abandoned
 

@@ -13,7 +13,8 @@ from rollout_samples import make_trajectory
 
 from umbra.runtime.errors import DeadlineExceeded, EngineError, UmbraError
 from umbra.runtime.rollout.dispatch.trajectory import Trajectory
-from umbra.runtime.rollout.manager.teacher import PolicyScorer, PoolScorer, Teacher
+from umbra.runtime.rollout.manager.teacher import PolicyScorer, PoolScorer, Teacher, teacher_prompt
+from umbra.runtime.rollout.prompts import Prompt
 
 
 class Pool:
@@ -82,7 +83,7 @@ def test_the_policy_s_engines_score_among_their_requests_what_a_stop_text_would_
         engine = bench.serve(A)
         for name in ("first", "second", "third"):
             bench.submit(name)
-        scorer = PolicyScorer(bench.dispatcher, 100)
+        scorer = PolicyScorer(bench.dispatcher, 100, 60.0)
         async with asyncio.TaskGroup() as tasks:
             prompt, completion = np.asarray([7, 8], np.int32), np.asarray([2, 1, 3], np.int32)
             scored = tasks.create_task(scorer.score(prompt, completion))
@@ -115,7 +116,7 @@ def test_what_engines_refuse_to_score_is_an_error() -> None:
     async def body() -> None:
         bench = Bench()
         bench.serve(A)
-        scorer = PolicyScorer(bench.dispatcher, 100)
+        scorer = PolicyScorer(bench.dispatcher, 100, 60.0)
         error = EngineError("no logprobs of forced tokens")
         asyncio.get_running_loop().call_soon(bench.dispatcher.refuse, A, 1, error)
 
@@ -125,3 +126,39 @@ def test_what_engines_refuse_to_score_is_an_error() -> None:
         assert not bench.failures  # the teacher reports it with the sample
 
     asyncio.run(body())
+
+
+def test_a_question_that_the_policy_s_engines_do_not_answer_in_time_is_withdrawn() -> None:
+    async def body() -> None:
+        bench = Bench()
+        engine = bench.serve(A)
+        scorer = PolicyScorer(bench.dispatcher, 100, timeout_s=0.0)
+
+        with pytest.raises(DeadlineExceeded, match="no answer within 0 s"):
+            await scorer.score(np.ones(1, np.int32), np.ones(1, np.int32))
+
+        assert len(engine.requests) == len(engine.withdrawn) == 1
+        bench.dispatcher.check_integrity()
+
+    asyncio.run(body())
+
+
+def test_a_teacher_is_shown_another_success_than_the_sample_without_its_end_token() -> None:
+    parts = tuple(np.asarray(part, np.int32) for part in ([1, 2], [3]))
+    prompt = Prompt("p", "", np.asarray([9], np.int32), {}, teacher=parts)
+    first, second, third = (
+        Trajectory(f"e0/p/{idx}", prompt, seed=idx, budget=3, max_context_len=9) for idx in range(3)
+    )
+    for sample, tokens in ((first, [5, 6]), (second, [7, 8])):
+        sample.append_generated(np.asarray(tokens, np.int32), np.zeros(2, np.float32), 1)
+        sample.finish("stop" if sample is first else "length")
+
+    shown = [teacher_prompt(sample, [first, second]) for sample in (first, second, third)]
+
+    assert [each.tolist() for each in shown if each is not None] == [
+        [1, 2, 7, 8, 3],
+        [1, 2, 5, 3],
+        [1, 2, 5, 3],
+    ]
+    assert teacher_prompt(first, [first]) is None
+    assert teacher_prompt(first, []) is None
