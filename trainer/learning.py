@@ -32,7 +32,7 @@ def load_models(
     """The policy, the frozen starting model if a KL term needs it, unless that is the policy
     without its adapters, and the critic if there is one. Collective."""
     with display.activity("loading the model"):
-        policy = load_model(config, mesh.fsdp, trains=True)
+        policy = load_model(config.of_policy, mesh.fsdp, trains=True)
     models = {POLICY: policy}
     loaded = f"model of {policy.num_parameters / 1e6:,.1f} M parameters loaded"
     if policy.adapters is not None:

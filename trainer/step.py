@@ -38,6 +38,7 @@ class Learner:
     name: str
     model: TrainModel
     objective: Objective
+    first_step: int = 0  # in which it learns
     num_skipped: int = 0  # optimizer steps, in a row
 
     @property
@@ -82,7 +83,8 @@ class TrainStep:
         self._builder = builder
         self._train = train
         self._critic = critic
-        self._learners = [Learner(POLICY, self._policy, objective)]
+        warmup_steps = critic.warmup_steps if critic is not None else 0
+        self._learners = [Learner(POLICY, self._policy, objective, first_step=warmup_steps)]
         if critic is not None:
             value_objective = ValueObjective(critic.value_clip)
             self._learners.append(Learner(CRITIC, models[CRITIC], value_objective))
@@ -102,13 +104,12 @@ class TrainStep:
         every = self._train.reference_every
         if self._reference is not None and every and step and step % every == 0:
             self._reference.copy_from(self._policy)
-        critic, train = self._critic, self._train
-        warms_up = critic is not None and step < critic.warmup_steps
-        learners = self._learners[1:] if warms_up else self._learners
+        train = self._train
+        learners = [each for each in self._learners if step >= each.first_step]
         mini_batches = self._builder.build(batch)
         micro_batches = list(chain(*mini_batches))
         needs_proximal = train.advantage in TOKEN_ADVANTAGES and train.kl_in_reward
-        is_proximal = warms_up or needs_proximal or len(mini_batches) > 1
+        is_proximal = learners != self._learners or needs_proximal or len(mini_batches) > 1
         metrics = self._score(micro_batches, is_proximal=is_proximal)
         norms: dict[str, list[float]] = {learner.prefix: [] for learner in learners}
         for update in range(self._train.updates_per_batch):
@@ -159,7 +160,7 @@ class TrainStep:
         self, learner: Learner, batch: TrainBatch, mini_batch: Sequence[MicroBatch], step: int
     ) -> dict[str, float]:
         with span("optimizer"):
-            applied = learner.model.step(step)
+            applied = learner.model.step(step - learner.first_step)
         if math.isfinite(norm := applied["grad_norm"]):
             learner.num_skipped = 0
         else:

@@ -542,8 +542,8 @@ class CriticSection(Settings):
     Attributes:
         path: Model whose decoder the critic starts with. Default: `model.path`.
         learning_rate: Peak learning rate, usually 5 to 10 times the policy's.
-        warmup_steps: First steps, in which the critic alone learns. More give the policy's first
-            steps better advantages, and cost time.
+        warmup_steps: First steps, in which the critic alone learns. The policy's schedule begins
+            after them. More give its first steps better advantages, and cost time.
         value_clip: Change of a value in a step beyond which it has no gradient. 0 is no bound.
         gamma: Share of a reward that is left one token earlier.
         lam: GAE's lambda. 1 has no bias; lower ones trust the critic more, with less noise.
@@ -588,6 +588,13 @@ class TrainerConfig:
     @property
     def has_critic(self) -> bool:
         return self.train.advantage == "gae"
+
+    @property
+    def of_policy(self) -> Self:
+        """The config by which the policy is loaded and trained, whose first step is the one after a
+        critic's warm-up."""
+        steps = self.train.total_steps - self.critic.warmup_steps
+        return replace(self, train=replace(self.train, steps=steps))
 
     @property
     def of_critic(self) -> Self:

@@ -36,16 +36,19 @@ from umbra.trainer.data.train_batch import (
     MiniBatch,
     TrainBatch,
 )
+from umbra.trainer.learning import load_models, make_train_step
 from umbra.trainer.model.lora_layers import LoraAdapters
 from umbra.trainer.model.micro_batches import MicroBatch
 from umbra.trainer.model.model_loading import load_model, replace_head
 from umbra.trainer.model.packed_attention import PACKED_ATTENTION, register_packed_attention
 from umbra.trainer.model.train_model import CRITIC, POLICY, PassSettings, PreparedModel, TrainModel
 from umbra.trainer.objective import PolicyObjective
+from umbra.trainer.reporting.console import ProgressDisplay
 from umbra.trainer.step import TrainStep
 from umbra.trainer.world.mesh import Mesh
 
 _dist: Final[Any] = torch.distributed
+CPU: Final = torch.device("cpu")
 LENS = [1, 7, 4, 30, 2]
 
 
@@ -53,7 +56,7 @@ LENS = [1, 7, 4, 30, 2]
 def mesh() -> Generator[DeviceMesh]:
     _dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     try:
-        yield Mesh.of_group(torch.device("cpu")).fsdp
+        yield Mesh.of_group(CPU).fsdp
     finally:
         _dist.destroy_process_group()
 
@@ -356,6 +359,25 @@ def test_steps_train_policy_and_critic_as_a_plain_loop_does(mesh: DeviceMesh, pa
     assert first["critic/value_mean"] == 0.0
     assert all({"train/loss", "critic/loss", "critic/grad_norm"} <= row.keys() for row in later)
     assert later[-1]["critic/clipped_share"] >= 0.0
+
+
+@pytest.mark.slow
+def test_the_policy_s_schedule_begins_after_the_critic_s_warm_up(
+    mesh: DeviceMesh, tmp_path: Path
+) -> None:
+    save_model(tmp_path, "llama")
+    settings = "model.dtype=float64 train.advantage=gae critic.warmup_steps=2 train.steps=7"
+    schedule = "train.schedule=linear train.warmup_steps=2"
+    config, world = config_with(f"{settings} {schedule}", model_dir=tmp_path), Mesh.of_group(CPU)
+    models = load_models(config, world, ProgressDisplay(None))
+    step = make_train_step(config, world, models, clipped_loss, print, check=None)
+
+    metrics = [step.run(batch_of(seed), seed) for seed in range(7)]
+
+    rates = [row.get("train/learning_rate", 0.0) / config.train.learning_rate for row in metrics]
+    assert rates == pytest.approx([0, 0, 0.5, 1, 1, 0.5, 0])
+    rates = [row["critic/learning_rate"] / config.critic.learning_rate for row in metrics]
+    assert rates == pytest.approx([0.5, 1, 1, 0.75, 0.5, 0.25, 0])
 
 
 def double(
