@@ -1,12 +1,25 @@
 """A mutant: one change to a copy of the repository, and the command that has to notice it.
 
-A test that no mistake makes fail proves nothing. A mutant is such a mistake, kept.
+A test that no mistake makes fail proves nothing. A mutant is such a mistake, kept in mutants.txt:
+
+    $ -m pytest -q -x tests/unit/example.py
+
+    name
+    # What goes wrong, if the name does not say it.
+    path/of/the/file.py
+    -what stands there
+    +what replaces it
+    ! what the command says
+
+A command is for all mutants up to the next one. Lines of old and new text are without what is left
+out before the first and behind the last.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -84,6 +97,29 @@ class Outcome:
         """The first line of the output in which the expression is found; "" where there is none."""
         lines = (line for line in self.output.splitlines() if re.search(pattern, line))
         return next(lines, "")
+
+
+def read_mutants(path: Path) -> Sequence[Mutant]:
+    """In the order of the file."""
+    mutants: list[Mutant] = []
+    command: Sequence[str] = ()
+    for block in path.read_text().rstrip("\n").split("\n\n"):
+        if block.startswith("$ "):
+            command = tuple(shlex.split(block[2:]))
+            continue
+        name, *lines = block.splitlines()
+        texts = {sign: [line[1:] for line in lines if line[0] == sign] for sign in "-+!"}
+        mutants.append(
+            Mutant(
+                name=name,
+                path=next(line for line in lines if line[0] not in "#-+!"),
+                old="\n".join(texts["-"]),
+                new="\n".join(texts["+"]),
+                command=command,
+                says="".join(texts["!"]).strip(),
+            )
+        )
+    return mutants
 
 
 def copy_repository(source: Path, target: Path) -> None:

@@ -17,11 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from chaos_mutants import CHAOS_MUTANTS
-from mutant import Mutant, MutantError, Outcome, copy_repository, run_command
-from unit_mutants import UNIT_MUTANTS
+from mutant import Mutant, MutantError, Outcome, copy_repository, read_mutants, run_command
 
-MUTANTS: Final[Sequence[Mutant]] = (*CHAOS_MUTANTS, *UNIT_MUTANTS)
+MUTANTS: Final = read_mutants(Path(__file__).with_suffix(".txt"))
 _ROOT: Final = Path(__file__).parents[3]
 _TAIL_LINES: Final = 30
 
