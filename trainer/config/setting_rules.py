@@ -402,6 +402,11 @@ RULES: Final = (
     ),
     Rule(
         "error",
+        "train.advantage == 'gae' and {*model.lora.targets} == {'lm_head'}",
+        "a critic has another head, and would get no adapters: name more layers",
+    ),
+    Rule(
+        "error",
         "train.steps is not None and critic.warmup_steps >= train.steps",
         "the policy would never be trained: use fewer steps of warm-up than the run has",
     ),

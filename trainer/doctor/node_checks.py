@@ -304,7 +304,7 @@ class NodeChecks:
             sizes = ModelSizes.read(config.model.path)
             num_trained = trained_size(config, sizes)
             if config.has_critic:
-                of_critic = ModelSizes.read(config.of_critic.model.path)
+                of_critic = ModelSizes.read(config.of_critic.model.path).without_head()
                 num_trained += trained_size(config.of_critic, of_critic)
         except (ConfigError, DataError) as error:
             raise NotApplicable(f"the model's size is not known: {error}") from None

@@ -194,7 +194,7 @@ def rank_need(config: TrainerConfig, sizes: ModelSizes, num_ranks: int) -> RankN
     needs = [_LearnerNeed.of(config, sizes, num_ranks)]
     if config.has_critic:
         path = config.critic.path
-        of_critic = sizes if path is None else ModelSizes.read(path)
+        of_critic = (sizes if path is None else ModelSizes.read(path)).without_head()
         needs.append(_LearnerNeed.of(config.of_critic, of_critic, num_ranks))
     parameters = sum(need.parameters_nbytes for need in needs)
     held = parameters + sum(need.optimizer_nbytes for need in needs)
@@ -407,6 +407,7 @@ class ModelSizes:
     vocab_size: int
     has_qk_norm: bool  # queries and keys have norms of their own
     is_tied: bool  # embeddings and head are one tensor
+    head_size: int  # elements of a head that is a tensor of its own, else 0
     is_quantised: bool  # in the files
     matrices: Mapping[str, tuple[int, ...]]  # shapes of the layers' weights, by name
     config: dict[str, Any]  # config.json, or its text part
@@ -424,9 +425,10 @@ class ModelSizes:
             num_heads = int(config["num_attention_heads"])
             hidden_size, vocab_size = int(config["hidden_size"]), int(config["vocab_size"])
             head_dim = int(config.get("head_dim") or hidden_size // num_heads)
+            embedding_size = vocab_size * hidden_size
             is_repeated = ties and "lm_head.weight" in weights.names
             return cls(
-                num_parameters=weights.num_elements - is_repeated * vocab_size * hidden_size,
+                num_parameters=weights.num_elements - is_repeated * embedding_size,
                 stored_nbytes=weights.nbytes,
                 num_layers=int(config["num_hidden_layers"]),
                 hidden_size=hidden_size,
@@ -436,6 +438,7 @@ class ModelSizes:
                 vocab_size=vocab_size,
                 has_qk_norm=any(".q_norm." in name for name in weights.names),
                 is_tied=ties,
+                head_size=0 if ties else embedding_size,
                 is_quantised="quantization_config" in whole or "quantization_config" in config,
                 matrices=matrix_shapes(folder),
                 config=config,
@@ -446,12 +449,16 @@ class ModelSizes:
     @property
     def embedding_size(self) -> int:
         """Elements of the embeddings and the head."""
-        return self.vocab_size * self.hidden_size * (1 if self.is_tied else 2)
+        return self.vocab_size * self.hidden_size + self.head_size
 
     @property
     def layer_size(self) -> int:
         """Elements of one decoder layer."""
         return max(0, self.num_parameters - self.embedding_size) // self.num_layers
+
+    def without_head(self) -> Self:
+        """The sizes of a critic that starts with the model."""
+        return replace(self, num_parameters=self.num_parameters - self.head_size, head_size=0)
 
 
 def _intermediate_size(config: dict[str, Any]) -> int:

@@ -180,6 +180,8 @@ REFUSED_WITH_A_CRITIC = cases("""
 train.advantage=rloo -> train.advantage
 train.advantage=gae train.loss=gspo -> train.advantage train.loss
 train.advantage=gae critic.path=other model.lora.rank=8 -> critic.path model.lora.rank
+train.advantage=gae model.lora.rank=8 model.lora.targets=["lm_head"] \
+-> train.advantage model.lora.targets
 train.advantage=gae critic.warmup_steps=10 -> train.steps critic.warmup_steps
 """)
 WITH_OTHERS = (*REFUSED_WITH_A_TEACHER, *REFUSED_WITH_A_CRITIC)
