@@ -161,9 +161,6 @@ JOBS: Final = {
     "vllm-speed": Job(
         arguments="tests/bench/adapter_speed.py --device cuda --shapes 0.6B", engine="vllm"
     ),
-    "vllm-interruptions": Job(
-        arguments="tests/bench/interruptions.py --device cuda", engine="vllm"
-    ),
     "sglang": tests_of("sglang", "tests/gpu/engines/test_sglang_gpu.py"),
     "sglang-retract-1": sglang_retracting(1),
     "sglang-retract-3": sglang_retracting(3),

@@ -25,9 +25,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from bench_options import options_parser, positive
-from bench_progress import progress
-from bench_result import describe_hardware, median_of
+from bench_report import describe_hardware, median_of, options_parser, positive, progress
 from torch import Tensor
 
 from umbra.runtime.pools.pool_spec import PoolSpec

@@ -26,9 +26,7 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from bench_options import options_parser
-from bench_progress import BenchError, progress
-from bench_result import describe_hardware, median_of
+from bench_report import BenchError, describe_hardware, median_of, options_parser, progress
 
 from umbra.runtime.process.descendants import kill_all_descendants
 from umbra.runtime.process.prctl import become_subreaper

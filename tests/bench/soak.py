@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import http.client
 import json
 import os
 import platform
@@ -27,13 +26,13 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Generator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
-from bench_options import positive
-from bench_result import describe_hardware
+from bench_report import describe_hardware, positive
 
 _FIRST_STEPS: Final = 100
 _CHECKPOINT_STEPS: Final = 50
@@ -53,19 +52,9 @@ _TARGETS: Final[Mapping[str, float]] = {
 }
 """At most; the growth is from 100 steps to the end."""
 
-_FILES: Final = """
-import json, pathlib, sys
-from bench_run_files import metrics_of_a_step, write_run_files
-from soak_manager import NUM_PROMPTS, NUM_WORDS
-run_dir = pathlib.Path(sys.argv[1])
-write_run_files(run_dir, (f"prompt{idx}" for idx in range(NUM_PROMPTS)), num_words=NUM_WORDS)
-with (run_dir / "metrics.jsonl").open("w") as file:
-    for step in range(1, int(sys.argv[2]) + 1):
-        print(json.dumps(metrics_of_a_step(step)), file=file)
-"""
-
 _TIMEOUT_S: Final = 300.0
-_PROGRAM: Final = "import sys; from umbra.runtime.cli.umbra_command import main; sys.exit(main())"
+_FOLDER: Final = Path(__file__).parent
+_UMBRA: Final = ("-m", "umbra.runtime.cli.umbra_command")
 
 Facts = dict[str, Any]
 
@@ -87,7 +76,7 @@ class Soak:
 
     def run(self) -> tuple[dict[str, Facts], int]:
         """Facts by length, and how many samples of trained steps the ledger lacks."""
-        self._measure([_FILES, str(self._run_dir), str(self._steps)])
+        self._measure([str(_FOLDER / "soak_files.py"), str(self._run_dir), str(self._steps)])
         found: dict[str, Facts] = {}
         self._write(self._lengths[0] // 2)  # so that all that follow are successors
         for length in self._lengths:
@@ -179,7 +168,7 @@ class Soak:
         }
         facts: Facts = {}
         for name, words in commands.items():
-            facts[f"{name}_s"], facts[f"{name}_mb"], _ = self._measure([_PROGRAM, *words])
+            facts[f"{name}_s"], facts[f"{name}_mb"], _ = self._measure([*_UMBRA, *words])
         return facts | self._dash(length)
 
     def _dash(self, length: int) -> Facts:
@@ -194,16 +183,13 @@ class Soak:
         return {"dash_s": took_s, "dash_mb": peak_kib * 1024 / 1e6}
 
     def _states(self) -> dict[str, int]:
-        output = self._measure([_PROGRAM, "ledger", str(self._run_dir), "--json"])[2]
+        output = self._measure([*_UMBRA, "ledger", str(self._run_dir), "--json"])[2]
         return json.loads(output)["states"]
 
     def _measure(self, words: list[str]) -> tuple[float, float, bytes]:
         """Seconds, peak memory in MB, and output of a Python program that must succeed."""
         began = time.perf_counter()
-        argv = [sys.executable, "-c", *words]
-        path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-        environment = os.environ | {"PYTHONPATH": path}
-        process = subprocess.Popen(argv, stdout=subprocess.PIPE, env=environment)
+        process = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE)
         assert process.stdout is not None
         with process.stdout as stdout:
             output = stdout.read()
@@ -217,7 +203,7 @@ class Soak:
 @contextlib.contextmanager
 def _serving(run_dir: Path) -> Generator[tuple[int, str]]:
     """Pid and address of `umbra dash`."""
-    command = [sys.executable, "-c", _PROGRAM, "dash", str(run_dir), "--port", "0"]
+    command = [sys.executable, *_UMBRA, "dash", str(run_dir), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         found = re.search(r"http://(\S+)/", process.stdout.readline())
@@ -228,17 +214,10 @@ def _serving(run_dir: Path) -> Generator[tuple[int, str]]:
             process.send_signal(signal.SIGINT)
 
 
-def _ask(address: str, path: str) -> tuple[float, Any]:
-    """Seconds until the whole answer is there, and the answer."""
-    connection = http.client.HTTPConnection(address, timeout=_TIMEOUT_S)
-    began = time.perf_counter()
-    connection.request("GET", path)
-    response = connection.getresponse()
-    body = response.read()
-    took_s = time.perf_counter() - began
-    assert response.status == 200, body
-    connection.close()
-    return took_s, json.loads(body)
+def _ask(address: str, path: str) -> None:
+    """Returns when the whole answer is there."""
+    with urllib.request.urlopen(f"http://{address}{path}", timeout=_TIMEOUT_S) as response:
+        json.loads(response.read())
 
 
 def missed(facts: Mapping[str, Facts]) -> list[str]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from bench_progress import BenchError, progress
+from bench_report import BenchError, progress
 from gap_manager import gap_manager_spec
 from qwen3_shapes import SHAPES, parameter_shapes
 from sync_case import ENGINE_DTYPE, POOL, PROMPT_LEN, SyncCase

@@ -29,8 +29,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 import torch.multiprocessing as mp
-from bench_options import options_parser
-from bench_progress import BenchError
+from bench_report import BenchError, options_parser
 from qwen3_shapes import SHAPES, parameter_shapes
 from torch import Tensor
 

@@ -29,9 +29,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
-from bench_options import positive
-from bench_progress import BenchError, progress
-from bench_result import describe_hardware
+from bench_report import BenchError, describe_hardware, positive, progress
 from qwen3_shapes import SHAPES
 from sync_case import ENGINE, POOL, SyncCase
 
