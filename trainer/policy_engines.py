@@ -8,7 +8,7 @@ from typing import Any, Final, TypeVar
 import torch
 
 from umbra.runtime.cluster.gpu_shortage import lacks_gpu_memory
-from umbra.runtime.cluster.memory_plan import GIB
+from umbra.runtime.cluster.memory_plan import GIB, MemoryPlan
 from umbra.runtime.engine_api.lifecycle import ALL_TAGS
 from umbra.runtime.errors import UmbraError, WeightSyncError
 from umbra.runtime.session.rollouts import Rollouts
@@ -84,7 +84,7 @@ class PolicyEngines:
         mesh: Mesh,
         policy: TrainModel,
         offload: HostOffload,
-        training_nbytes: int,
+        memory: MemoryPlan,
         gpu_memory: GpuMemorySeen,
         stop: StopSignals,
         note: Callable[[str], None],
@@ -93,11 +93,13 @@ class PolicyEngines:
         self._config = config
         self._is_hybrid = config.pool.mode == "hybrid"
         self._mesh = mesh
+        self._policy = policy
         self._offload = offload
         self._gpu_memory = gpu_memory
         self._stop = stop
         self._note = note
-        self._room = TrainingRoom(mesh.device, training_nbytes)
+        self._room = TrainingRoom(mesh.device, memory.training_nbytes)
+        self._lean_nbytes = memory.training_nbytes - memory.logits_nbytes
         self._shortage = RunDir(config.run.dir).out_of_memory
         self._sleeps = SLEEPING_TAGS[config.pool.sleep]
         may_be_awake = self._is_hybrid and self._sleeps != ALL_TAGS
@@ -174,12 +176,18 @@ class PolicyEngines:
         """Pauses hybrid engines, and gives the memory that `pool.sleep` names to the ranks.
 
         Engines free all of it before the first steps, which show what training takes, and from a
-        step on for which a rank lacks room.
+        step on for which a rank lacks room, unless it kept logits, which it then stops.
         """
         if self._is_hybrid:
             if self._room.is_measured:
                 self._frees = self._sleeps
             lacks = self._free()
+            if self._policy.keeps_logits and any_rank(bool(lacks)):
+                self._policy.keeps_logits = False
+                self._room = TrainingRoom(self._mesh.device, self._lean_nbytes)
+                self._frees = ALL_TAGS  # until steps without kept logits have been measured
+                self._note(f"{first_text(lacks)}. From here on, it computes logits twice")
+                lacks = self._free()
             if self._sleeps != ALL_TAGS and any_rank(bool(lacks)):
                 self._sleeps = self._frees = ALL_TAGS
                 reason = first_text(lacks)

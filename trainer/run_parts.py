@@ -183,6 +183,7 @@ class TrainingRun:
     def _load_models(self) -> None:
         config, mesh = self.config, self._mesh
         self._models = load_models(config, mesh, self._display)
+        self._models[POLICY].keeps_logits = self._plan.memory.logits_nbytes > 0
         self._offload = HostOffload(config.train.offload, self._models.values(), mesh.device)
         self._engines = PolicyEngines(
             config,
@@ -190,7 +191,7 @@ class TrainingRun:
             mesh,
             self._models[POLICY],
             self._offload,
-            self._plan.memory.training_nbytes,
+            self._plan.memory,
             self._gpu_memory,
             self._stop,
             self._display.note,

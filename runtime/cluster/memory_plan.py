@@ -42,8 +42,8 @@ _Cell = tuple[int, int]
 class RankNeed:
     """A rank's memory on its GPU: in a sync (parameters, optimizer state, CUDA context), the part
     that stays during generation, in training with gradients, and estimated activations. The context
-    is a part of the first three. With `keeps_cache`, torch's allocator keeps the memory of
-    training."""
+    is a part of the first three. Logits may be kept beside activations, to be computed once. With
+    `keeps_cache`, torch's allocator keeps the memory of training."""
 
     context_nbytes: int
     sync_nbytes: int
@@ -51,6 +51,7 @@ class RankNeed:
     training_nbytes: int
     activations_nbytes: int
     keeps_cache: bool
+    logits_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +85,8 @@ class EngineNeed:
 class MemoryPlan:
     """The expected memory by phase, node and GPU, where needs are known, and KV caches by pool.
     `activations_fit` is the forecast for training; `notes` are sentences for the user.
-    `training_nbytes` is the most that a rank takes from torch's allocator."""
+    `training_nbytes` is the most that a rank takes from torch's allocator; `logits_nbytes` of them
+    are for kept logits."""
 
     kv_num_tokens: Mapping[str, int] = field(default_factory=dict[str, int])
     expected_nbytes: Mapping[Phase, Mapping[tuple[int, int], int]] = field(
@@ -93,6 +95,7 @@ class MemoryPlan:
     activations_fit: bool = True
     notes: tuple[str, ...] = ()
     training_nbytes: int = 0
+    logits_nbytes: int = 0
 
     @property
     def gpus(self) -> list[int]:
@@ -124,9 +127,26 @@ def plan_memory(
     Free memory of a GPU is shared equally by the engines on it that are awake together and have
     no size set. All engines of a pool get the size that the fullest GPU allows. Caches never get
     the memory that `train.offload` frees, because ranks that resume hold it while engines start.
-    Pools missing in `engines` count as nothing. Raises ConfigError if a phase does not fit,
-    activations apart.
+    Pools missing in `engines` count as nothing. Logits are kept where that changes nothing else.
+    Raises ConfigError if a phase does not fit, activations apart.
     """
+    if rank is not None and rank.logits_nbytes:
+        lean = replace(rank, logits_nbytes=0)
+        memory = plan_memory(plan, gpu_nbytes, lean, engines)
+        activations_nbytes = rank.activations_nbytes + rank.logits_nbytes
+        full = replace(lean, activations_nbytes=activations_nbytes)
+        found = plan_memory(plan, gpu_nbytes, full, engines)
+        has_room = all(
+            found.expected_nbytes["train"][place.node, gpu]
+            <= gpu_nbytes[place.node][gpu] * (1 - _RESERVE_AWAKE)
+            for place in plan.ranks
+            for gpu in place.gpus
+        )
+        if has_room and found.activations_fit and found.kv_num_tokens == memory.kv_num_tokens:
+            kept = f"ranks keep {rank.logits_nbytes / GIB:.1f} GiB of logits for a backward pass"
+            notes = (*found.notes, kept)
+            return replace(found, notes=notes, logits_nbytes=rank.logits_nbytes)
+        return memory
     sizes = _kv_sizes(plan, gpu_nbytes, rank, engines)
     tenants = _Tenants(plan, rank, engines)
     expected: dict[Phase, dict[_Cell, int]] = {}

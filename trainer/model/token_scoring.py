@@ -24,11 +24,8 @@ from umbra.runtime.engine_api.kept_tokens import (
 from umbra.trainer.model.compiling import CompiledFunction
 from umbra.trainer.model.lora_layers import LoraLinear
 
-# Up to this many logits (256 MiB in float32) are kept for the backward pass, with a few tensors of
-# their size. Lower computes more of them twice; higher takes memory.
-_MAX_KEPT_LOGITS: Final = 1 << 26
-# Above that, this many logits exist at a time. Lower adds up the head's gradient from more parts,
-# bound by memory bandwidth; higher takes memory.
+# This many logits are computed and scored at a time. Lower adds up the head's gradient from more
+# parts, bound by memory bandwidth; higher takes memory.
 _MAX_CHUNK_LOGITS: Final = 1 << 28
 
 
@@ -45,18 +42,14 @@ def score_hidden(
     *,
     truncation: Truncation = WHOLE,
     compiles: bool = False,
+    keeps_logits: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """[M] log-probabilities of `targets`, and [M] entropies, or [0] with "none".
 
     `hidden` is [M, E]. Only the target and the tokens that `truncation` keeps have a probability.
-    torch.compile (`compiles`) makes fewer passes over the logits.
+    torch.compile (`compiles`) makes fewer passes over the logits. Those of more than one chunk are
+    computed twice, unless `keeps_logits`, with the same results.
     """
-    num_logits = len(targets) * head.weight.shape[0]
-    if num_logits <= _MAX_KEPT_LOGITS:
-        logits = head(hidden)
-        lowest = _lowest_kept(logits, targets, temperature, truncation)
-        score = _compiled(_score) if compiles else _score
-        return score(logits, targets, temperature, entropy_use, lowest)
     chunk_len = max(1, _MAX_CHUNK_LOGITS // head.weight.shape[0])
     untyped: Any = _ChunkedScores
     bias = cast("Tensor | None", head.bias)
@@ -72,6 +65,7 @@ def score_hidden(
         truncation,
         chunk_len,
         compiles,
+        keeps_logits or len(targets) <= chunk_len,
     )
     return cast("tuple[Tensor, Tensor]", scores)
 
@@ -95,14 +89,16 @@ def scoring_nbytes(
     else:
         sorting = min(num_logits, MAX_SORTED_LOGITS) * SORTED_NBYTES
         masked = wide + 1  # the logits without the tokens left out, and which these are
-    if num_logits <= _MAX_KEPT_LOGITS:
-        # Log-probabilities, and the gradients of them and of the logits.
-        num_wide = 5 if trains_entropy else 3
-        return num_logits * (num_wide * wide + masked) + sorting + hidden
-    # Logits, their float32 copy and log-probabilities; the head's gradient.
-    num_wide = 4 if trains_entropy else 2
+    # Logits, their float32 copy and log-probabilities, or what the entropy makes of these; the
+    # head's gradient.
+    num_wide = 3 if trains_entropy else 2
     chunk = min(num_logits, _MAX_CHUNK_LOGITS) * (itemsize + num_wide * wide + masked)
     return chunk + sorting + hidden + vocab_size * hidden_size * wide
+
+
+def kept_logits_nbytes(num_tokens: int, vocab_size: int, itemsize: int) -> int:
+    """How much more it takes with `keeps_logits`."""
+    return max(0, num_tokens * vocab_size - _MAX_CHUNK_LOGITS) * itemsize
 
 
 def score_logits(
@@ -183,12 +179,14 @@ class _ChunkedScores(torch.autograd.Function):
         truncation: Truncation,
         chunk_len: int,
         compiles: bool,
+        keeps_logits: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.temperature, ctx.chunk_len, ctx.compiles = temperature, chunk_len, compiles
         ctx.trains_entropy = entropy_use == "trained"
         score = _compiled(_score) if compiles else _score
         scores: list[tuple[Tensor, Tensor]] = []
         lowest: list[Tensor] = []
+        every: list[Tensor] = []
         for part, part_targets in zip(
             torch.split(hidden, chunk_len), torch.split(targets, chunk_len), strict=True
         ):
@@ -196,8 +194,10 @@ class _ChunkedScores(torch.autograd.Function):
             kept = _lowest_kept(logits, part_targets, temperature, truncation)
             lowest += [] if kept is None else [kept]
             scores.append(score(logits, part_targets, temperature, entropy_use, kept))
+            every += [logits] if keeps_logits else []
             del logits  # before the next
-        ctx.save_for_backward(hidden, weight, bias, targets, torch.cat(lowest) if lowest else None)
+        cut = torch.cat(lowest) if lowest else None
+        ctx.save_for_backward(hidden, weight, bias, targets, cut, *every)
         entropy = torch.cat([score[1] for score in scores])
         if not ctx.trains_entropy:
             ctx.mark_non_differentiable(entropy)
@@ -208,7 +208,7 @@ class _ChunkedScores(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *gradients: Tensor
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, lowest = ctx.saved_tensors
+        hidden, weight, bias, targets, lowest, *every = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         # Adding parts that are each rounded to half precision would lose digits.
         total = torch.float32 if weight.dtype.itemsize < 4 else weight.dtype
@@ -219,7 +219,7 @@ class _ChunkedScores(torch.autograd.Function):
         for start in range(0, len(targets), ctx.chunk_len):
             chunk = slice(start, start + ctx.chunk_len)
             part = hidden[chunk]
-            logits = F.linear(part, weight, bias)
+            logits = every.pop(0) if every else F.linear(part, weight, bias)
             kept = None if lowest is None else lowest[chunk]
             of_entropy = gradients[1][chunk] if ctx.trains_entropy else None
             of_logits = derive(
@@ -237,7 +237,7 @@ class _ChunkedScores(torch.autograd.Function):
             of_hidden,
             None if of_weight is None else of_weight.to(weight.dtype),
             None if of_bias is None else of_bias.to(weight.dtype),
-            None, None, None, None, None, None,
+            None, None, None, None, None, None, None,
         )  # fmt: skip
 
 

@@ -98,7 +98,8 @@ class TrainModel:
     With `train`, it is trained by those settings, and has an `optimizer`; without, it is frozen. If
     it has LoRA `adapters`, these alone are trained. Gradients are summed over ranks: each rank's
     loss is its share of the global loss. Checkpoints have the `stored` parameters where `is_saved`,
-    which is so for a trained model.
+    which is so for a trained model. With `keeps_logits`, which may change between steps, a backward
+    pass does not compute logits again.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class TrainModel:
         if passes.recomputes:
             recompute_blocks(model)
         self.is_packed, self.origin = prepared.is_packed, prepared.origin
-        self._passes = passes
+        self._passes, self.keeps_logits = passes, False
         self._scorer = _Scorer(model, passes, is_critic=prepared.is_critic)
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self._wraps_layers = wraps_layers(passes.wrap, self.num_parameters)
@@ -178,7 +179,10 @@ class TrainModel:
         Collective."""
         if not self._is_compared:
             self._compare(micro_batch.targets.device)
-        logprobs, entropy = self._scorer(micro_batch.inputs, micro_batch.targets, entropy_use)
+        keeps = self.keeps_logits and torch.is_grad_enabled()
+        logprobs, entropy = self._scorer(
+            micro_batch.inputs, micro_batch.targets, entropy_use, keeps
+        )
         return TokenScores(logprobs, None if entropy_use == "none" else entropy)
 
     @torch.no_grad()
@@ -281,7 +285,11 @@ class _Scorer(nn.Module):
         self.uses_own_logits = False
 
     def forward(
-        self, inputs: PackedInputs | PaddedInputs, targets: Tensor, entropy_use: EntropyUse
+        self,
+        inputs: PackedInputs | PaddedInputs,
+        targets: Tensor,
+        entropy_use: EntropyUse,
+        keeps_logits: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """[M] log-probabilities and [M] entropies (or nothing, [0])."""
         passes = self._passes
@@ -302,6 +310,7 @@ class _Scorer(nn.Module):
             entropy_use,
             truncation=passes.truncation,
             compiles=passes.compiles,
+            keeps_logits=keeps_logits,
         )
 
     def head_obstacle(self, inputs: PackedInputs | PaddedInputs) -> str:

@@ -30,7 +30,7 @@ from umbra.runtime.errors import ConfigError, DataError
 from umbra.runtime.text.model_files import default_context_len, read_model_config
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.model.stored_weights import StoredWeights
-from umbra.trainer.model.token_scoring import scoring_nbytes
+from umbra.trainer.model.token_scoring import kept_logits_nbytes, scoring_nbytes
 from umbra.trainer.model.train_model import wraps_layers
 from umbra.trainer.services.pool_specs import engine_device
 from umbra.trainer.services.services import DEFAULT_MICRO_BATCH_TOKENS
@@ -199,16 +199,18 @@ def rank_need(config: TrainerConfig, sizes: ModelSizes, num_ranks: int) -> RankN
     parameters = sum(need.parameters_nbytes for need in needs)
     held = parameters + sum(need.optimizer_nbytes for need in needs)
     left = {"none": held, "optimizer": parameters, "all": 0}[config.train.offload]
+    num_scored = LargestMicroBatch.of(config, num_ranks).num_scored
+    itemsize = ITEMSIZES[config.model.dtype]
     always = _CONTEXT_NBYTES
     if config.pool.full_sync_every > 1:  # what was sent
-        num_trained = trained_size(config, sizes)
-        always += ITEMSIZES[config.model.dtype] * num_trained // num_ranks
+        always += itemsize * trained_size(config, sizes) // num_ranks
     return RankNeed(
         context_nbytes=_CONTEXT_NBYTES,
         sync_nbytes=always + held,
         generation_nbytes=always + left,
         training_nbytes=always + held + max(need.gradients_nbytes for need in needs),
         activations_nbytes=max(need.activations_nbytes for need in needs),
+        logits_nbytes=kept_logits_nbytes(num_scored, sizes.vocab_size, itemsize),
         keeps_cache=config.pool.mode != "hybrid" or config.pool.sleep == "none",
     )
 

@@ -296,10 +296,7 @@ def num_bytes(tensor: Any) -> int:
 @contextmanager
 def scored_in_chunks() -> Generator[None]:
     """A batch of 10 tokens."""
-    with (
-        patch.object(token_scoring, "_MAX_KEPT_LOGITS", 0),
-        patch.object(token_scoring, "_MAX_CHUNK_LOGITS", 10 * 64),
-    ):
+    with patch.object(token_scoring, "_MAX_CHUNK_LOGITS", 10 * 64):
         yield
 
 

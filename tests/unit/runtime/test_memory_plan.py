@@ -194,6 +194,31 @@ def test_a_cache_that_stays_leaves_a_tenth_of_the_gpu_beside_training() -> None:
     assert memory.notes[-1].endswith("and pool.sleep 'auto' or 'all'")
 
 
+@pytest.mark.parametrize(
+    ("sleeps", "most_gib", "logits_gib", "kept_gib"),
+    [
+        ("weights kv_cache", 100, 29, 29),  # the rank 60, an engine asleep 1: a tenth stays free
+        ("weights kv_cache", 100, 29.1, 0),
+        ("", 10, 10, 10),  # an engine awake 10, its cache
+        ("", 10, 10.1, 0),  # the cache would be smaller
+    ],
+)
+def test_logits_are_kept_in_memory_that_nothing_else_would_take(
+    sleeps: str, most_gib: int, logits_gib: float, kept_gib: float
+) -> None:
+    tags = frozenset(cast("list[Tag]", sleeps.split()))
+    engines = {"policy": need(sleeps=tags, most_kv_num_tokens=most_gib * 1024)}
+    plain = planned(1, 1, engines)
+
+    memory = planned(1, 1, engines, replace(RANK, logits_nbytes=int(logits_gib * GIB)))
+
+    assert memory.logits_nbytes == int(kept_gib * GIB)
+    assert memory.training_nbytes == plain.training_nbytes + memory.logits_nbytes
+    assert memory.kv_num_tokens == plain.kv_num_tokens
+    assert memory.activations_fit
+    assert gib(memory)["train"] == gib(plain)["train"] + kept_gib
+
+
 def test_what_training_took_stays_with_ranks_that_keep_it() -> None:
     memory = planned(2, 1, {"policy": need("standalone")}, replace(RANK, keeps_cache=True))
 

@@ -13,6 +13,7 @@ from test_packing import builder, make_batch, random_samples
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 from training_models import make_model
 from transformers import AutoModelForCausalLM, GraniteConfig
 
@@ -47,7 +48,6 @@ class LargestTensor(TorchDispatchMode):
 
 
 def chunk_scores(monkeypatch: pytest.MonkeyPatch, num_tokens: int, vocab: int = VOCAB) -> None:
-    monkeypatch.setattr("umbra.trainer.model.token_scoring._MAX_KEPT_LOGITS", 0)
     monkeypatch.setattr(
         "umbra.trainer.model.token_scoring._MAX_CHUNK_LOGITS", num_tokens * vocab + vocab - 1
     )
@@ -66,9 +66,22 @@ def scores_and_gradients(
     temperature: float = 0.7,
     truncation: Truncation = WHOLE,
     use: EntropyUse = "measured",
+    keeps_logits: bool | None = None,
 ) -> dict[str, Tensor]:
+    """By autograd from all logits, or by `score_hidden` if it is known whether logits are kept."""
     head, hidden, targets = make_head(dtype, bias)
-    logprobs, entropy = score_hidden(head, hidden, targets, temperature, use, truncation=truncation)
+    if keeps_logits is None:
+        logprobs, entropy = score_logits(head(hidden), targets, temperature, use, truncation)
+    else:
+        logprobs, entropy = score_hidden(
+            head,
+            hidden,
+            targets,
+            temperature,
+            use,
+            truncation=truncation,
+            keeps_logits=keeps_logits,
+        )
     assert entropy.requires_grad == (use == "trained")
     weights = torch.linspace(-1, 1, NUM_TOKENS)
     loss = (weights * logprobs.exp()).sum()
@@ -97,9 +110,14 @@ def test_chunks_give_what_all_at_once_gives(
     whole = scores_and_gradients(dtype, bias, truncation=truncation, use=use)
 
     chunk_scores(monkeypatch, CHUNK)
-    chunked = scores_and_gradients(dtype, bias, truncation=truncation, use=use)
+    chunked, kept = (
+        scores_and_gradients(dtype, bias, truncation=truncation, use=use, keeps_logits=keeps)
+        for keeps in (False, True)
+    )
 
     assert len(whole) == (5 if bias else 4)
+    assert chunked.keys() == kept.keys() == whole.keys()
+    assert all(torch.equal(kept[name], value) for name, value in chunked.items())
     for name, value in whole.items():
         assert chunked[name].dtype == value.dtype
         torch.testing.assert_close(chunked[name], value, atol=tolerance, rtol=tolerance)
@@ -182,11 +200,25 @@ def test_no_tensor_has_the_logits_of_all_tokens(monkeypatch: pytest.MonkeyPatch)
         if is_chunked:
             chunk_scores(monkeypatch, CHUNK)
         with LargestTensor() as watch:
-            scores_and_gradients(torch.bfloat16)
+            scores_and_gradients(torch.bfloat16, keeps_logits=False)
         largest.append(watch.numel)
 
     # else the head itself, and the sum of its gradient
     assert largest == [NUM_TOKENS * VOCAB, VOCAB * HIDDEN]
+
+
+@pytest.mark.parametrize(("chunk", "num_again"), [(CHUNK, NUM_TOKENS), (NUM_TOKENS, 0)])
+def test_logits_that_are_kept_and_those_of_one_chunk_are_computed_once(
+    monkeypatch: pytest.MonkeyPatch, chunk: int, num_again: int
+) -> None:
+    chunk_scores(monkeypatch, chunk)
+    flops: list[int] = []
+    for keeps_logits in (True, False):
+        with FlopCounterMode(display=False) as counter:
+            scores_and_gradients(torch.float32, keeps_logits=keeps_logits)
+        flops.append(counter.get_total_flops())
+
+    assert flops[1] - flops[0] == 2 * num_again * HIDDEN * VOCAB
 
 
 def test_a_frozen_head_gets_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
