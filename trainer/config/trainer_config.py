@@ -377,7 +377,7 @@ class TrainSection(Settings):
             `rollout.groups_per_step` prompts. Prompts that `data.overlong` leaves out do not count,
             and dropped ones add no steps.
         optimizer: "muon" (docs/algorithms.md) takes half of AdamW's memory for the matrices that it
-            trains. Both use one learning rate.
+            trains, "adamw_8bit" a quarter for all matrices. All use one learning rate.
         learning_rate: Peak learning rate, after warm-up.
         schedule: How the learning rate falls after warm-up, until the last step.
         warmup_steps: Steps over which the learning rate rises from near 0 to its peak.
@@ -472,7 +472,7 @@ class TrainSection(Settings):
 
     steps: Positive | None = None
     epochs: Annotated[float, Bounds(gt=0)] | None = None
-    optimizer: Literal["adamw", "muon"] = "adamw"
+    optimizer: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
     learning_rate: Annotated[float, Bounds(gt=0)] = 1e-6
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: Count = 0

@@ -13,6 +13,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim.adamw import adamw
 
 from umbra.trainer.config.trainer_config import TrainSection
+from umbra.trainer.model.adamw_8bit import AdamW8bit, block_size, first_moments
 from umbra.trainer.model.muon import Muon
 
 _dist: Final[Any] = torch.distributed
@@ -49,7 +50,8 @@ def learning_rate_factor(
 class ModelOptimizer:
     """The optimizer of a model's trained parameters: AdamW (Loshchilov and Hutter 2017,
     arXiv:1711.05101), or with `train.optimizer = "muon"` Muon for those in `hidden`, the names of
-    the hidden layers' matrices, and AdamW for the others. Vectors (norms, biases) do not decay.
+    the hidden layers' matrices, and AdamW for the others. "adamw_8bit" has moments of 8 bits for
+    matrices. Vectors (norms, biases) do not decay.
 
     With `train.ema`, it also has the exponential moving average of the parameters, at least in
     float32. It begins with the first parameters and takes the new ones in after each step.
@@ -60,14 +62,10 @@ class ModelOptimizer:
     ) -> None:
         self._train = train
         self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
-        is_muon = train.optimizer == "muon"
-        matrices = [p for name, p in self._parameters.items() if is_muon and name in hidden]
-        others = [p for name, p in self._parameters.items() if not (is_muon and name in hidden)]
-        self._optimizers: list[torch.optim.Optimizer] = []
-        if matrices:
-            self._optimizers.append(Muon(matrices, train.learning_rate, train.weight_decay))
-        if others:
-            self._optimizers.append(_make_adamw(others, train))
+        by_kind = defaultdict[type[torch.optim.Optimizer], list[nn.Parameter]](list)
+        for name, parameter in self._parameters.items():
+            by_kind[_kind(train, parameter, is_hidden=name in hidden)].append(parameter)
+        self._optimizers = [_make(kind, group, train) for kind, group in by_kind.items()]
         self._averages = {
             name: p.data.to(torch.promote_types(p.dtype, torch.float32), copy=True)
             for name, p in self._parameters.items()
@@ -157,28 +155,37 @@ class _AdamW(torch.optim.AdamW):
             )
 
 
-def _make_adamw(parameters: Sequence[nn.Parameter], train: TrainSection) -> _AdamW:
+def _kind(
+    train: TrainSection, parameter: nn.Parameter, *, is_hidden: bool
+) -> type[torch.optim.Optimizer]:
+    if train.optimizer == "muon" and is_hidden:
+        return Muon
+    return AdamW8bit if train.optimizer == "adamw_8bit" and block_size(parameter) else _AdamW
+
+
+def _make(
+    kind: type[torch.optim.Optimizer], parameters: Sequence[nn.Parameter], train: TrainSection
+) -> torch.optim.Optimizer:
+    if kind is Muon:
+        return Muon(parameters, train.learning_rate, train.weight_decay)
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": train.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return _AdamW(
-        [group for group in groups if group["params"]],
-        lr=train.learning_rate,
-        betas=train.betas,
-        eps=train.eps,
-        fused=True,
+    groups = [group for group in groups if group["params"]]
+    options: dict[str, Any] = {"lr": train.learning_rate, "betas": train.betas, "eps": train.eps}
+    return (
+        AdamW8bit(groups, options) if kind is AdamW8bit else _AdamW(groups, fused=True, **options)
     )
 
 
 def _first_state(optimizer: torch.optim.Optimizer, data: Tensor) -> dict[str, Tensor]:
     if isinstance(optimizer, Muon):
         return {"momentum": torch.zeros_like(data)}
-    return {
-        "step": torch.zeros((), dtype=torch.float32, device=data.device),
-        "exp_avg": torch.zeros_like(data),
-        "exp_avg_sq": torch.zeros_like(data),
-    }
+    state = {"step": torch.zeros((), dtype=torch.float32, device=data.device)}
+    if isinstance(optimizer, AdamW8bit):
+        return state | first_moments(data)
+    return state | {"exp_avg": torch.zeros_like(data), "exp_avg_sq": torch.zeros_like(data)}
 
 
 def global_norm(gradients: Sequence[Tensor]) -> float:

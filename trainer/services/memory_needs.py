@@ -238,6 +238,8 @@ class _LearnerNeed:
         if train.optimizer == "muon":  # which has one for hidden matrices
             num_others = 0 if has_lora else sizes.embedding_size
             optimizer = master + ITEMSIZES[config.master_dtype] * num_others // num_ranks
+        if train.optimizer == "adamw_8bit":  # 2 codes, and 2 scales for each 64 elements
+            optimizer = (2 * num_trained + num_trained // 8) // num_ranks
         if train.ema:
             optimizer += max(4, ITEMSIZES[config.master_dtype]) * num_trained // num_ranks
         return cls(

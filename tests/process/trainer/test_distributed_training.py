@@ -68,6 +68,8 @@ ON_TWO_RANKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "never offloaded": ({"kl_coef": 0.1}, {}),
     "muon": ({"optimizer": "muon", "ema": 0.9}, {}),
     "muon, offloaded": ({"optimizer": "muon", "ema": 0.9}, {"offload": "all"}),
+    "8 bits": ({"optimizer": "adamw_8bit"}, {}),
+    "8 bits, offloaded": ({"optimizer": "adamw_8bit"}, {"offload": "all"}),
     "never offloaded, layer": ({"kl_coef": 0.1}, {"wrap": "layer"}),
     "recomputed": ({}, {"recomputes": True}),
     "recomputed, layer": ({}, {"recomputes": True, "wrap": "layer", "micro_batches": 2}),
@@ -245,6 +247,7 @@ def test_ranks_hold_the_same_parameters_and_report_the_same(
         ("never offloaded", "optimizer offloaded"),
         ("never offloaded, layer", "offloaded, layer"),
         ("muon", "muon, offloaded"),
+        ("8 bits", "8 bits, offloaded"),
     ],
 )
 def test_offloading_changes_no_bit(two_ranks: list[Outcomes], plain: str, offloaded: str) -> None:

@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 import torch
 from forked_ranks import start_fork
-from muon_programs import MUON, NUM_STEPS, gradients, model_with_odd_matrices, muon_steps, resume
+from optimizer_programs import (
+    MUON,
+    NUM_STEPS,
+    gradients,
+    model_with_odd_matrices,
+    muon_steps,
+    resume,
+)
 from rank_programs import Arrays
 from torch import Tensor, nn
 

@@ -409,6 +409,17 @@ def test_muon_keeps_one_number_for_each_of_a_hidden_matrix(tmp_path: Path) -> No
     assert adamw.generation_nbytes - muon.generation_nbytes == 4 * hidden // 2
 
 
+def test_moments_of_8_bits_take_two_bytes_and_their_scales(tmp_path: Path) -> None:
+    adamw, small = (
+        rank_need(config_of(tmp_path, train={"optimizer": optimizer}), SIZES["8B"], 2)
+        for optimizer in ("adamw", "adamw_8bit")
+    )
+
+    saved = (8 - 2 - 1 / 8) * SIZES["8B"].num_parameters / 2
+    assert adamw.training_nbytes - small.training_nbytes == pytest.approx(saved, abs=8)
+    assert adamw.generation_nbytes - small.generation_nbytes == pytest.approx(saved, abs=8)
+
+
 def test_a_moving_average_is_one_more_copy_that_goes_with_the_optimizer(tmp_path: Path) -> None:
     def need(**train: Any) -> RankNeed:
         return rank_need(config_of(tmp_path, train=train), SIZES["8B"], 2)

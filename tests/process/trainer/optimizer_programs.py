@@ -1,4 +1,4 @@
-"""Steps of Muon with given gradients; imported by name in each rank."""
+"""Steps of optimizers with given gradients; imported by name in each rank."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from umbra.trainer.world.mesh import Mesh
 
 NUM_STEPS = 3
 MUON = replace(TRAIN, optimizer="muon", max_grad_norm=0.0, ema=0.9)
+# Without the norm, whose sum depends on the ranks.
+ADAMW_8BIT = replace(TRAIN, optimizer="adamw_8bit", eps=1e-8, max_grad_norm=0.0)
 
 
 def model_with_odd_matrices(dtype: torch.dtype) -> Any:
@@ -90,3 +92,22 @@ def resume(folder: str) -> tuple[Arrays, Arrays, list[str]]:
     averaging = make_odd_policy(world, torch.float32, replace(TRAIN, ema=0.9))
     errors.append(said_by(lambda: store.load(path, {POLICY: averaging})))
     return one, other, errors
+
+
+def adamw_8bit_steps(folder: str, first: int, last: int) -> tuple[Arrays, str]:
+    """Parameters and moments, whole, after the steps `first` to `last`, the earlier of which are of
+    a checkpoint there. Leaves one, and returns the error of its resume by AdamW."""
+    world = make_world()
+    store = CheckpointStore(Path(folder), world, keep=1)
+    policy, by_adamw = (
+        make_odd_policy(world, torch.float32, train) for train in (ADAMW_8BIT, TRAIN)
+    )
+    if first:
+        store.load(store.path(first), {POLICY: policy})
+    for step in range(first, last):
+        step_once(policy, step)
+    state = TrainerState(step=last, version=1, world_size=world.world_size, seed=0)
+    path = store.save(state, {POLICY: policy}, in_background=True)
+    store.finish()
+    error = said_by(lambda: store.load(path, {POLICY: by_adamw}))
+    return full_parameters(policy) | full_moments(policy), error
