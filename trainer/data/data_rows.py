@@ -7,6 +7,7 @@ import importlib
 import json
 import stat
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from decimal import Decimal
 from pathlib import Path
@@ -66,7 +67,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             where = f"{path}, line {number}"
             try:
                 row = _parse(line)
-            except ValueError as error:
+            except (DataError, ValueError) as error:
                 raise DataError(f"{where}: {error}") from None
             yield where, row
 
@@ -74,7 +75,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def _parse(line: bytes) -> dict[str, Any]:
     """Raises ValueError, with the remedy, unless the line is a JSON object."""
     try:
-        row = json.loads(line.decode("utf-8-sig"))
+        row = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_object)
     except UnicodeDecodeError as error:
         raise ValueError(
             f"not UTF-8 text (byte 0x{error.object[error.start]:02x} at byte {error.start + 1}): "
@@ -96,6 +97,19 @@ def _parse(line: bytes) -> dict[str, Any]:
     return cast("dict[str, Any]", row)
 
 
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise DataError(_repeated([name for name, _ in pairs]))
+    return found
+
+
+def _repeated(names: Sequence[str]) -> str:
+    """The problem of names that are not unique: a dictionary would keep the last value alone."""
+    ((name, count),) = Counter(names).most_common(1)
+    return f"{count} values are named {name!r:.200}: keep one of them"
+
+
 def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         arrow: Any = importlib.import_module("pyarrow")
@@ -106,7 +120,11 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         ) from None
     number = 0
     try:
-        for batch in parquet.ParquetFile(path).iter_batches(_BATCH_NUM_ROWS):
+        file = parquet.ParquetFile(path)
+        columns = file.schema_arrow.names
+        if len(set(columns)) < len(columns):
+            raise DataError(f"{path}: {_repeated(columns)}")
+        for batch in file.iter_batches(_BATCH_NUM_ROWS):
             for row in _python_rows(batch, path, number):
                 number += 1
                 plain = {name: _plain(value) for name, value in row.items()}

@@ -63,6 +63,8 @@ def prepare(data: DataSection, tokenizer: ModelTokenizer) -> list[dict[str, Any]
         ('{"prompt": "1", "a": ' + "[" * 9999 + "]" * 9999 + "}", r"nested deeper .*: flatten it"),
         ('{"prompt": "1", "a": ' + '{"a":' * 2000 + "1" + "}" * 2001, r"nested deeper .*: flatte"),
         ("[" * 200_000, "nested deeper than can be read"),
+        ('{"prompt": "1", "prompt": "2"}', "2 values are named 'prompt': keep one of them"),
+        ('{"prompt": "1", "a": {"b": 1, "c": 2, "b": 1}}', "2 values are named 'b': keep one"),
         ('{"prompt": "1", "id": [1]}', r"the id in column 'id' is a list; give text or a number"),
         ('{"prompt": "1", "id": null}', r"the id in column 'id' is a NoneType; give text or a"),
         ('{"prompt": "1\0"}', r"not JSON \(Invalid control character at character 14\); a .jsonl"),
@@ -139,6 +141,15 @@ def test_a_value_of_a_parquet_file_that_json_does_not_have_is_text_or_a_number(
     data = write_parquet(tmp_path / "rows.parquet", [None, None, value], *kind)
 
     assert [row["a"] for row in prepare(data, tokenizer)] == [None, None, plain]
+
+
+def test_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    arrow, parquet = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))
+    table = arrow.table([["1"], ["2"]], names=["prompt", "prompt"])
+    parquet.write_table(table, tmp_path / "rows.parquet")
+
+    with pytest.raises(DataError, match=r"rows.parquet: 2 values are named 'prompt': keep one"):
+        check_data(DataSection(train=tmp_path / "rows.parquet"))
 
 
 def test_text_of_a_parquet_file_that_is_none_is_named_with_its_row(
