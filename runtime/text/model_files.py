@@ -36,8 +36,7 @@ def read_model_config(model_path: Path) -> dict[str, Any]:
 
 def vocab_size(model_path: Path) -> int:
     """The model's vocabulary size; 0 if its config.json does not have it."""
-    known = (section.get("vocab_size") for section in _sections(read_model_config(model_path)))
-    return next((size for size in known if isinstance(size, int) and size > 0), 0)
+    return _text_size(model_path, "vocab_size")
 
 
 def vocabulary(model_path: Path) -> dict[str, int]:
@@ -53,8 +52,13 @@ def vocabulary(model_path: Path) -> dict[str, int]:
 
 
 def default_context_len(model_path: Path) -> int:
-    limit = read_model_config(model_path).get("max_position_embeddings")
-    return min(limit, _DEFAULT_CONTEXT_LEN) if isinstance(limit, int) else _DEFAULT_CONTEXT_LEN
+    limit = _text_size(model_path, "max_position_embeddings")
+    return min(limit or _DEFAULT_CONTEXT_LEN, _DEFAULT_CONTEXT_LEN)
+
+
+def _text_size(model_path: Path, key: str) -> int:
+    known = (section.get(key) for section in _sections(read_model_config(model_path)))
+    return next((size for size in known if isinstance(size, int) and size > 0), 0)
 
 
 def configured_end_tokens(model_path: Path) -> set[int]:

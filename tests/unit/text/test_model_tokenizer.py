@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +15,7 @@ from model_folders import special, write_model_folder
 from transformers import AutoTokenizer
 
 from umbra.runtime.errors import DataError
+from umbra.runtime.text.model_files import default_context_len
 from umbra.runtime.text.model_tokenizer import ModelTokenizer
 from umbra.trainer.serving.served_pool import ModelText
 
@@ -103,6 +105,16 @@ def test_a_model_without_end_tokens_is_refused(tmp_path: Path) -> None:
     assert tokenizer.stop_token_ids([7]) == [7]
     with pytest.raises(DataError, match=r"names no eos_token_id .*set rollout.stop_token_ids"):
         tokenizer.stop_token_ids()
+
+
+def test_sizes_of_a_model_that_takes_images_are_those_of_its_part_for_text(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path)
+    text = {"vocab_size": 9, "max_position_embeddings": 64}
+    (folder / "config.json").write_text(json.dumps({"text_config": text}))
+
+    assert default_context_len(folder) == 64
+    with pytest.raises(DataError, match=r"has token id \d+, but the model has vocab_size 9: they"):
+        ModelTokenizer.open(folder)
 
 
 def test_a_completion_keeps_the_special_tokens_that_mean_something(tmp_path: Path) -> None:
