@@ -109,7 +109,7 @@ def _without_memory(section: ModelSection, dtype: torch.dtype) -> nn.Module:
 def _read_config(section: ModelSection) -> Any:
     """Marks a head in the files as not tied, see `has_own_head`; exports have this config, too."""
     has_own = has_own_head(section.path, read_model_config(section.path))
-    config = _transformers().AutoConfig.from_pretrained(
+    config: Any = _transformers().AutoConfig.from_pretrained(
         str(section.path), local_files_only=True, trust_remote_code=section.trust_remote_code
     )
     if has_own:
@@ -120,6 +120,8 @@ def _read_config(section: ModelSection) -> Any:
         )
         for part in (config, config.get_text_config()):
             part.tie_word_embeddings = False
+    if quantisation := getattr(config, "quantization_config", None):
+        quantisation["dequantize"] = True  # transformers does so by itself only without a GPU
     return config
 
 
@@ -200,8 +202,13 @@ def _from_pretrained(section: ModelSection, dtype: torch.dtype) -> nn.Module:
             trust_remote_code=section.trust_remote_code,
             output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (ImportError, OSError, ValueError, KeyError, RuntimeError) as error:
         raise DataError(f"model.path: {section.path} cannot be loaded: {error}") from error
+    if getattr(model, "is_quantized", False):
+        raise DataError(
+            f"model.path: the weights in {section.path} are quantised ({model.quantization_method})"
+            ", which cannot be trained, and transformers cannot undo it: give the unquantised ones"
+        )
     missing = sorted(report["missing_keys"])
     if missing:
         raise DataError(

@@ -210,6 +210,16 @@ def test_missing_weights_are_named(tmp_path: Path) -> None:
         prepare_causal_lm(ModelSection(path=folder), torch.float32)
 
 
+def test_quantised_weights_without_the_library_that_reads_them_are_named(tmp_path: Path) -> None:
+    folder = save_model(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (folder / "config.json").write_text(json.dumps(config))
+
+    with pytest.raises(DataError, match=f"model.path: {folder} cannot be loaded: .*(?i:gptq)"):
+        prepare_causal_lm(ModelSection(path=folder), torch.float32)
+
+
 def test_unexpected_weights_are_left_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
