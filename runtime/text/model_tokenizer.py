@@ -22,7 +22,7 @@ from umbra.runtime.disk import replacing
 from umbra.runtime.engine_api.weight_files import local_model
 from umbra.runtime.errors import ConfigError, DataError, how_to_install
 from umbra.runtime.text.messages import normal_messages
-from umbra.runtime.text.model_files import configured_end_tokens, read_model_config
+from umbra.runtime.text.model_files import configured_end_tokens, read_model_config, vocab_size
 
 _MAX_CHARACTER_NBYTES: Final = 4  # in UTF-8
 _GENERATION: Final = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -82,6 +82,8 @@ class ModelTokenizer:
         self._backend = backend
         self._render = render
         self._prefix, self._suffix = self._added_tokens()
+        self._break = backend.encode("\n", False)
+        self._adds_space = backend.encode("a", False) != self._after_break("a")
         hidden = {*state.end_token_ids, state.pad_token_id}
         self._hidden = hidden & set(state.special_token_ids)
 
@@ -187,6 +189,17 @@ class ModelTokenizer:
         """Tokens of a text, with no others added: of a rendered chat, a tool's answer and so on."""
         return self._backend.encode(text, False)
 
+    def encode_more(self, text: str) -> list[int]:
+        """Tokens of a text that follows other tokens: without the space that SentencePiece's models
+        put in front of each text."""
+        found = self._after_break(text) if self._adds_space else None
+        return self.encode(text) if found is None else found
+
+    def _after_break(self, text: str) -> list[int] | None:
+        """Tokens of a text behind a line break; None if one of them has a part of both."""
+        tokens, num_before = self._backend.encode("\n" + text, False), len(self._break)
+        return tokens[num_before:] if tokens[:num_before] == self._break else None
+
     def encode_prompt(self, text: str) -> list[int]:
         """Tokens of a plain prompt, with the special tokens that the tokenizer adds. A text that
         begins with them gets no second ones. An end-of-text token is not added, because a
@@ -274,12 +287,11 @@ class ModelTokenizer:
         return whole[:start], [token for token in suffix if token != self.state.eos_token_id]
 
     def _check_vocabulary(self, folder: Path) -> None:
-        vocab_size = read_model_config(folder).get("vocab_size")
-        highest = self.vocab_size - 1
-        if isinstance(vocab_size, int) and highest >= vocab_size:
+        known, highest = vocab_size(folder), self.vocab_size - 1
+        if known and highest >= known:
             raise DataError(
                 f"model.path: the tokenizer in {folder} has token id {highest}, but the model "
-                f"has vocab_size {vocab_size}: they do not belong together; copy the tokenizer "
+                f"has vocab_size {known}: they do not belong together; copy the tokenizer "
                 "that the model was trained with, or resize the model's embeddings"
             )
 

@@ -307,7 +307,7 @@ def _tokenize(
             raise DataError(f"{where}: {error}") from error
     first, *others = text.split(SUCCESSFUL)
     encode = tokenizer.encode_prompt if isinstance(content, str) else tokenizer.encode
-    parts = [encode(first), *map(tokenizer.encode, others)]
+    parts = [encode(first), *map(tokenizer.encode_more, others)]
     if not parts[0]:
         raise DataError(f"{where}: the prompt is empty: {text!r}")
     return text, parts

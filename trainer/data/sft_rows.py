@@ -28,6 +28,8 @@ from umbra.trainer.data.prompt_content import given_chat, no_column, prompt_cont
 
 _COMPLETION = "sft.completion_column"
 _TOOLS = "sft.tools_column"
+_TEXTS = ("content", "reasoning_content", "thinking", "reasoning")
+"""The keys of a message under which chats have what the assistant writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +173,7 @@ class SftRows:
 
 def _tokenize_text(text: _Text, tokenizer: ModelTokenizer) -> SftRow:
     """The completion ends with an end token, as an engine's does."""
-    completion, end = tokenizer.encode(text.completion), tokenizer.state.eos_token_id
+    completion, end = tokenizer.encode_more(text.completion), tokenizer.state.eos_token_id
     if end is not None and completion[-1:] != [end]:
         completion.append(end)
     return _row([(tokenizer.encode_prompt(text.prompt), False), (completion, True)])
@@ -198,16 +200,23 @@ def _tokenize_chat(chat: _Chat, variables: Mapping[str, Any], tokenizer: ModelTo
     find = _marked_spans if tokenizer.marks_generation else _prefix_spans
     text, spans = find(chat, variables, tokenizer)
     parts: list[tuple[list[int], bool]] = []
-    end = 0
-    for start, stop in spans:
-        parts += [(tokenizer.encode(text[end:start]), False)]
-        turn = tokenizer.encode(text[start:stop])
+    end, encode = 0, tokenizer.encode
+    for idx, (start, stop) in zip(chat.learned, spans, strict=True):
+        if missing := _left_out(chat.messages[idx], text[end:stop]):
+            raise DataError(
+                f"message {idx + 1} (assistant): the chat template of "
+                f"{tokenizer.state.model_path} leaves out its {missing}, so that it would not be "
+                "learned: use a template that has it, or leave it out of the row"
+            )
+        parts += [(encode(text[end:start]), False)]
+        encode = tokenizer.encode_more
+        turn = encode(text[start:stop])
         num_learned = len(turn)
         if not tokenizer.marks_generation:
             num_learned = _num_until_end(turn, tokenizer.end_token_ids)
         parts += [(turn[:num_learned], True), (turn[num_learned:], False)]
         end = stop
-    parts += [(tokenizer.encode(text[end:]), False)]
+    parts += [(encode(text[end:]), False)]
     row, whole = _row(parts), tokenizer.encode(text)
     if row.tokens.tolist() != whole and (
         tokenizer.decode_all(row.tokens.tolist()) != tokenizer.decode_all(whole)
@@ -218,6 +227,16 @@ def _tokenize_chat(chat: _Chat, variables: Mapping[str, Any], tokenizer: ModelTo
             "prompts and completions for this model"
         )
     return row
+
+
+def _left_out(message: Mapping[str, Any], rendered: str) -> str:
+    """The first key of a message whose text is not in its rendering, but for spaces."""
+    shown = "".join(rendered.split())
+    for key in _TEXTS:
+        value = message.get(key)
+        if isinstance(value, str) and "".join(value.split()) not in shown:
+            return key
+    return ""
 
 
 def _num_until_end(turn: Sequence[int], end_token_ids: Sequence[int]) -> int:

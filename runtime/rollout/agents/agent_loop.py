@@ -77,8 +77,8 @@ class AgentContext:
         self._num_side_generations = 0
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text by the policy's tokenizer, which adds no special tokens."""
-        return self._tokenizer.encode(text)
+        """Tokens of a text to append, by the policy's tokenizer, which adds none."""
+        return self._tokenizer.encode_more(text)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
         """Tokens of a chat up to the beginning of the assistant's answer. `variables` add to

@@ -216,6 +216,59 @@ def test_a_template_that_leaves_out_tools_is_refused(
         rows().tokenize("row 7", row, tokenizer_of(tmp_path, PLAIN))
 
 
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
+def test_a_template_that_leaves_out_what_is_to_be_learned_is_refused(
+    tmp_path: Path, template: str, key: str
+) -> None:
+    chat = [*CHAT[:3], {**CHAT[3], key: "Is it an o?"}]
+
+    with pytest.raises(
+        DataError, match=r"^row 7: message 4 .* leaves out its \w+, so that it would"
+    ):
+        rows().tokenize("row 7", {"messages": chat}, tokenizer_of(tmp_path, template))
+
+
+def test_a_template_that_leaves_out_the_text_beside_a_call_is_refused(tmp_path: Path) -> None:
+    template = TOOLS.replace("{{ message.content }}{% for", "{% for")
+
+    with pytest.raises(DataError, match=r"^row 7: message 2 .* leaves out its content, so that it"):
+        rows().tokenize(
+            "row 7", {"messages": calling({}, content="Hm.")}, tokenizer_of(tmp_path, template)
+        )
+
+
+def test_spaces_that_a_template_changes_are_not_left_out(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path, PLAIN.replace("content }}", "content | trim }}"))
+    chat = [CHAT[0], {"role": "assistant", "content": " 2\n"}]
+
+    row = rows().tokenize("row", {"messages": chat}, tokenizer)
+
+    assert learned(tokenizer, row) == [f"2{END}"]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "2+2=", "completion": "4"},
+        {"messages": [CHAT[0], {"role": "assistant", "content": "4"}]},
+    ],
+)
+def test_a_tokenizer_that_puts_a_space_before_a_text_puts_none_before_an_answer(
+    tmp_path: Path, row: dict[str, Any]
+) -> None:
+    state = tokenizer_of(tmp_path, PLAIN).state
+    added = '"add_prefix_space":false', '"add_prefix_space":true'
+    assert added[0] in state.tokenizer
+    tokenizer = ModelTokenizer.of_state(replace(state, tokenizer=state.tokenizer.replace(*added)))
+
+    found = rows().tokenize("row", row, tokenizer)
+
+    assert learned(tokenizer, found) == [f"4{END}"]
+    assert tokenizer.decode_all(found.tokens.tolist()).startswith(" ")
+    assert tokenizer.encode_more("1\n") == tokenizer.encode("1\n")[1:]
+
+
 @pytest.mark.parametrize("completion", ["4", f"4{END}"])
 def test_a_plain_completion_ends_with_one_end_token(tmp_path: Path, completion: str) -> None:
     tokenizer = tokenizer_of(tmp_path)
