@@ -1,4 +1,4 @@
-"""Reward functions with the mistakes that users make."""
+"""Reward functions with the mistakes that users make, and an engine that dies in each sync."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 import sys
 import time
 from typing import Any
+
+from umbra.engines.echo.echo_engine import EchoEngine
 
 Column = list[Any]
 
@@ -64,3 +66,10 @@ def _start_daemon(pid_file: str) -> None:
     os.waitpid(middle, 0)
     os.read(read_fd, 1)  # until the daemon has closed its end, too, by its exec
     os.close(read_fd)
+
+
+class DiesInSync(EchoEngine):
+    """Starts, and ends its process whenever it gets weights: a crash in a loop."""
+
+    async def load(self) -> dict[str, int]:
+        os._exit(6)

@@ -101,7 +101,7 @@ def test_a_stopped_engine_and_a_stopped_supervisor_are_reported_and_left_alone(
 def test_a_rank_in_a_dead_collective_and_the_rank_that_it_waits_for_are_shown(
     folder: Path,
 ) -> None:
-    with start_run(folder, LONG, "train.loss=long_steps:loss_that_waits_on_rank_1") as run:
+    with start_run(folder, LONG, "train.loss=odd_losses:waits_on_rank_1") as run:
         run.wait_for("the wait", lambda: (folder / "waiting").exists() or None, timeout_s=60.0)
         summary = dump(run)
         (folder / "go_on").touch()
@@ -112,5 +112,5 @@ def test_a_rank_in_a_dead_collective_and_the_rank_that_it_waits_for_are_shown(
     assert "waiting_loss (" in part_about("rank 1", summary)
     assert "torch/distributed" in part_about("rank 0", summary)
     assert "waiting_loss" not in part_about("rank 0", summary)
-    place = r"waiting_loss \(.*/long_steps\.py:\d+\)"
+    place = r"waiting_loss \(.*/odd_losses\.py:\d+\)"
     assert re.search(rf"^rank 1 \(pid \d+\) is in {place}\nrank 0 waits in a coll", summary, re.M)

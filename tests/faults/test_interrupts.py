@@ -24,7 +24,7 @@ def held_in_a_step(folder: Path, *, is_forked: bool) -> Generator[tuple[Run, Ter
 
     A fork of a process that has imported torch has not loaded umbra's plugin for torchrun.
     """
-    settings = (LONG, "train.loss=long_steps:held_loss", "train.shutdown_grace_s=0.2")
+    settings = (LONG, "train.loss=odd_losses:held_loss", "train.shutdown_grace_s=0.2")
     with (
         Terminal(folder / "shown.txt") as terminal,
         start_run(

@@ -162,7 +162,7 @@ def test_a_checkpoint_of_a_discarded_history_is_not_resumed_from(folder: Path) -
 
 
 def test_the_samples_of_a_skipped_step_are_trained_once(folder: Path) -> None:
-    settings = ("train.loss=nan_loss:nan_in_step_2", "train.skip_nonfinite=1")
+    settings = ("train.loss=odd_losses:nan_in_step_2", "train.skip_nonfinite=1")
 
     ended = run_to_end(folder, *settings, "train.steps=3")
     resumed = run_to_end(folder, *settings, "train.steps=4", "run.resume=auto")
@@ -185,7 +185,7 @@ def test_torchrun_restores_the_last_checkpoint_after_gradients_that_are_not_fini
     folder: Path,
 ) -> None:
     """Ranks that start do one step, skip one, and fail in the next."""
-    settings = ("train.loss=nan_loss:nan_from_step_2", "train.skip_nonfinite=1", "train.steps=9")
+    settings = ("train.loss=odd_losses:nan_from_step_2", "train.skip_nonfinite=1", "train.steps=9")
     once_more = ("--standalone", "--max-restarts=1")
 
     with start_run(folder, *settings, EVERY_STEP, num_ranks=1, torchrun=once_more) as run:

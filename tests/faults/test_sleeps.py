@@ -75,7 +75,7 @@ def test_engines_free_what_is_asked_from_the_third_step_on(
 def test_an_awake_engine_that_dies_in_training_is_back_before_its_end(
     folder: Path, rewards_asleep: list[float]
 ) -> None:
-    settings = ("pool.sleep=none", "train.loss=short_losses:loss_that_waits")
+    settings = ("pool.sleep=none", "train.loss=odd_losses:waits_in_step_3")
     with start_run(folder, *SETTINGS, f"train.steps={STEPS}", *settings) as run:
         waiting = folder / "waiting"
         run.wait_for("the third step", lambda: waiting.exists() or None, START_LIMIT_S)
@@ -93,7 +93,7 @@ def test_a_run_that_ran_out_of_memory_resumes_with_engines_that_sleep(folder: Pa
     _, events, output = trained(
         folder,
         "pool.sleep=none",
-        "train.loss=short_losses:loss_that_lacks_memory",
+        "train.loss=odd_losses:lacks_memory_in_step_3",
         "train.checkpoint_every=1",
         torchrun=("--standalone", "--max-restarts=1"),
     )

@@ -145,7 +145,7 @@ def test_a_killed_job_is_reported_and_its_request_does_not_stop_the_next_one(
     resume(folder, run, run.num_steps() + 2)
 
 
-WAITING = "train.loss=long_steps:waiting_loss"
+WAITING = "train.loss=odd_losses:waiting_loss"
 
 
 def in_a_long_step(folder: Path, run: Run) -> None:

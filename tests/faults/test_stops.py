@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from pathlib import Path
@@ -107,38 +104,6 @@ def test_sigterm_while_processes_start_ends_them(folder: Path) -> None:
 
     assert run.num_steps() == 0
     assert "  stopped by SIGTERM before the first step; nothing was saved\n" in ended.output
-
-
-def test_a_stop_that_gets_lost_in_a_destructor_is_repeated() -> None:
-    code = """
-        import time
-        from umbra.trainer.world.signals import StopRequested, StopSignals
-
-        class Swallows:
-            def __del__(self):
-                print("ready", flush=True)
-                time.sleep(60)  # an exception from a handler is only printed here
-
-        with StopSignals(grace_s=60) as stop:
-            stop.defer()
-            try:
-                with stop.interruptible():
-                    Swallows()
-                    time.sleep(60)
-            except StopRequested:
-                print("interrupted", flush=True)
-            stop.disarm()
-    """
-    program = [sys.executable, "-c", textwrap.dedent(code)]
-    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"ready\n"
-        process.terminate()
-
-        output, errors = process.communicate(timeout=20)
-
-    assert output == b"interrupted\n"
-    assert b"Exception ignored in" in errors
 
 
 def _has_synced(run: Run) -> bool | None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from documented_names import check_metrics, check_run_directory
 from http_server import run_umbra
+from pool_log import assert_never_both_awake
 from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from training_models import save_model
@@ -39,7 +40,7 @@ path = "{folder}/model"
 train = "{folder}/train.jsonl"
 eval = "{folder}/eval.jsonl"
 [reward]
-function = "digit_rewards:low_digits"
+function = "plain_rewards:low_digits"
 accuracy_threshold = 0.5
 python_path = ["{tests}"]
 [rollout]
@@ -220,8 +221,8 @@ def test_an_offloading_run_is_the_same_run_and_resumes_from_its_checkpoint(folde
     decoupled = ["train.loss=decoupled", "train.updates_per_batch=2", "train.eval_every=2"]
     decoupled += ["rollout.top_p=0.8", "rollout.top_k=40", 'rollout.stop=["a", "7"]']
     decoupled += ["train.mini_batches=2", "train.mask_truncated=true"]
-    decoupled += ["reward.function=", "reward.functions.low=digit_rewards:low_digits"]
-    decoupled += ["reward.functions.even=digit_rewards:even_digits", "reward.weights.even=0.5"]
+    decoupled += ["reward.function=", "reward.functions.low=plain_rewards:low_digits"]
+    decoupled += ["reward.functions.even=plain_rewards:even_digits", "reward.weights.even=0.5"]
     decoupled += ["train.advantage=gdpo", "train.advantage_norm=batch", "reward.overlong_buffer=4"]
 
     def metrics_of(name: str, offload: str, *, is_resumed: bool) -> list[dict[str, float]]:
@@ -350,3 +351,30 @@ def test_sigterm_while_memory_is_offloaded_ends_the_run_with_a_checkpoint(folder
     assert summary["stopped_by"] == "SIGTERM", ended.output
     checkpoint = folder / "run/checkpoints" / f"step-{summary['steps']:06d}"
     assert (checkpoint / "COMPLETE").exists()
+
+
+JUDGE = """
+[pools.judge]
+model_path = "{folder}/judge"
+tick_ms = 5.0
+max_num_seqs = 16
+"""
+
+
+def test_a_hybrid_run_shares_its_memory_with_a_judge(folder: Path) -> None:
+    save_model(folder / "judge", seed=7)
+    config = write_config(folder)
+    config.write_text(config.read_text() + JUDGE.format(folder=folder))
+
+    run(config, 2, "reward.function=plain_rewards:judged", environ={"UMBRA_LOG_LEVEL": "DEBUG"})
+
+    summary = read_summary(folder)
+    steps = [row for row in read_metrics(folder / "run/metrics.jsonl") if "train/loss" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4]
+    assert summary["reward_last"] > summary["reward_first"]
+    assert summary["engine_restarts"] == 0
+    log = folder / "run/logs/supervisor.log"
+    # a batch and an evaluation can wait for more than one turn, but not each prompt for its own
+    assert 5 <= log.read_text().count("pool judge has the memory after policy") <= 16
+    assert all(abs(row["train/ratio_mean"] - 1) < 1e-3 for row in steps)
+    assert_never_both_awake(log)

@@ -25,7 +25,13 @@ def say(text): print(text, flush=True)
 class Clock:  # in place of the module's `time`: seconds pass when a test says so
     now, sleep = 1.0, time.sleep
     def monotonic(self): return self.now
+def wait_for_request(stop):
+    stop.defer()
+    say("ready")
+    while not stop.requested:
+        time.sleep(0.01)
 """
+TERMINATED = 128 + signal.SIGTERM
 
 
 @contextmanager
@@ -51,41 +57,35 @@ def rest_of(process: subprocess.Popen[str]) -> str:
     return output
 
 
+def ended_by(number: signal.Signals | None, code: str) -> tuple[str, int]:
+    """What a process prints after it gets this signal, and its exit status."""
+    with rank(code) as process:
+        if number:
+            process.send_signal(number)
+        return rest_of(process), process.returncode
+
+
 def test_a_signal_behind_a_stop_does_not_change_how_the_process_ends() -> None:
     """torchrun sends one as soon as it sees the end of another rank."""
     code = """
         with StopSignals(grace_s=20) as stop:
-            stop.defer()
-            say("ready")
-            while not stop.requested:
-                time.sleep(0.01)
+            wait_for_request(stop)
             stop.disarm()
         os.kill(os.getpid(), signal.SIGTERM)
         sys.exit(stop.exit_status)
     """
-    with rank(code) as process:
-        process.terminate()
-
-        assert rest_of(process) == ""
-        assert process.returncode == 128 + signal.SIGTERM
+    assert ended_by(signal.SIGTERM, code) == ("", TERMINATED)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_deferred_signal_is_seen_at_the_step_boundary(number: signal.Signals) -> None:
     code = """
         with StopSignals(grace_s=20) as stop:
-            stop.defer()
-            say("ready")
-            while not stop.requested:
-                time.sleep(0.01)
+            wait_for_request(stop)
             say(stop.name)
             stop.disarm()
     """
-    with rank(code) as process:
-        process.send_signal(number)
-
-        assert rest_of(process) == f"{number.name}\n"
-        assert process.returncode == 0
+    assert ended_by(number, code) == (f"{number.name}\n", 0)
 
 
 def test_a_signal_while_torch_is_imported_ends_the_rank_after_it() -> None:
@@ -98,11 +98,7 @@ def test_a_signal_while_torch_is_imported_ends_the_rank_after_it() -> None:
                 say("imported")
             say("not reached")
     """
-    with rank(code) as process:
-        process.send_signal(signal.SIGINT)
-
-        assert rest_of(process) == "imported\n"
-        assert process.returncode == 128 + signal.SIGINT
+    assert ended_by(signal.SIGINT, code) == ("imported\n", 128 + signal.SIGINT)
 
 
 def test_a_hangup_stays_ignored_where_it_was_before() -> None:
@@ -110,10 +106,7 @@ def test_a_hangup_stays_ignored_where_it_was_before() -> None:
     code = """
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         with StopSignals(grace_s=20) as stop:
-            stop.defer()
-            say("ready")
-            while not stop.requested:
-                time.sleep(0.01)
+            wait_for_request(stop)
             say(stop.name)
             stop.disarm()
         say(signal.getsignal(signal.SIGHUP) == signal.SIG_IGN)
@@ -141,10 +134,7 @@ def test_a_signal_ends_an_interruptible_wait() -> None:
             except StopRequested:
                 say("at once")
     """
-    with rank(code) as process:
-        process.terminate()
-
-        assert rest_of(process) == "interrupted\nat once\n"
+    assert ended_by(signal.SIGTERM, code) == ("interrupted\nat once\n", 0)
 
 
 def test_before_there_is_something_to_save_a_signal_ends_the_process() -> None:
@@ -156,11 +146,7 @@ def test_before_there_is_something_to_save_a_signal_ends_the_process() -> None:
             finally:
                 say("cleaned up")
     """
-    with rank(code) as process:
-        process.terminate()
-
-        assert rest_of(process) == "cleaned up\n"
-        assert process.returncode == 128 + signal.SIGTERM
+    assert ended_by(signal.SIGTERM, code) == ("cleaned up\n", TERMINATED)
 
 
 def test_a_step_longer_than_the_grace_is_cut() -> None:
@@ -173,11 +159,7 @@ def test_a_step_longer_than_the_grace_is_cut() -> None:
             finally:
                 say("cleaned up")
     """
-    with rank(code) as process:
-        process.terminate()
-
-        assert rest_of(process) == "cleaned up\n"
-        assert process.returncode == 128 + signal.SIGTERM
+    assert ended_by(signal.SIGTERM, code) == ("cleaned up\n", TERMINATED)
 
 
 def test_a_signal_is_passed_on_once_and_one_that_was_passed_in_is_not() -> None:
@@ -195,10 +177,10 @@ def test_a_signal_is_passed_on_once_and_one_that_was_passed_in_is_not() -> None:
                 except StopRequested:
                     say(f"stopped by {stop.name}")
     """
-    with rank(code) as process:
-        process.send_signal(signal.SIGINT)
-
-        assert rest_of(process) == "told SIGINT\nstopped by SIGINT\nstopped by SIGTERM\n"
+    assert ended_by(signal.SIGINT, code) == (
+        "told SIGINT\nstopped by SIGINT\nstopped by SIGTERM\n",
+        0,
+    )
 
 
 def test_a_consequence_of_a_signal_waits_for_its_news() -> None:
@@ -215,28 +197,20 @@ def test_a_consequence_of_a_signal_waits_for_its_news() -> None:
                 say("stopped")
             stop.disarm()
     """
-    with rank(code) as process:
-        assert rest_of(process) == "stopped\n"
+    assert ended_by(None, code) == ("stopped\n", 0)
 
 
 def test_a_signal_that_is_passed_in_late_is_no_second_request() -> None:
     code = """
         signals.time = clock = Clock()
         with StopSignals(grace_s=20) as stop:
-            stop.defer()
-            say("ready")
-            while not stop.requested:
-                time.sleep(0.01)
+            wait_for_request(stop)
             clock.now += 1.1
             stop.pass_in(signal.SIGTERM)
             say("goes on")
             stop.disarm()
     """
-    with rank(code) as process:
-        process.terminate()
-
-        assert rest_of(process) == "goes on\n"
-        assert process.returncode == 0
+    assert ended_by(signal.SIGTERM, code) == ("goes on\n", 0)
 
 
 @pytest.mark.slow
@@ -269,10 +243,7 @@ def test_a_second_signal_a_second_later_is_immediate() -> None:
     code = """
         signals.time = clock = Clock()
         with StopSignals(grace_s=20) as stop:
-            stop.defer()
-            say("ready")
-            while not stop.requested:
-                time.sleep(0.01)
+            wait_for_request(stop)
             clock.now += 0.9
             signal.raise_signal(signal.SIGTERM)
             say("the same request")
@@ -280,11 +251,7 @@ def test_a_second_signal_a_second_later_is_immediate() -> None:
             signal.raise_signal(signal.SIGTERM)
             say("not reached")
     """
-    with rank(code) as process:
-        process.terminate()
-
-        assert rest_of(process) == "the same request\n"
-        assert process.returncode == 128 + signal.SIGTERM
+    assert ended_by(signal.SIGTERM, code) == ("the same request\n", TERMINATED)
 
 
 @pytest.mark.slow
@@ -398,5 +365,25 @@ def test_a_signal_that_does_not_interrupt_the_wait_that_has_just_begun_is_sent_a
                 say(stop.name)
             stop.disarm()
     """
-    with rank(code) as process:
-        assert rest_of(process) == "SIGTERM\n"
+    assert ended_by(None, code) == ("SIGTERM\n", 0)
+
+
+def test_a_stop_that_gets_lost_in_a_destructor_is_repeated() -> None:
+    """An exception of a handler there is only printed."""
+    code = """
+        class Swallows:
+            def __del__(self):
+                say("ready")
+                time.sleep(60)
+        sys.unraisablehook = lambda it: say("lost")
+        with StopSignals(grace_s=60) as stop:
+            stop.defer()
+            try:
+                with stop.interruptible():
+                    Swallows()
+                    time.sleep(60)
+            except StopRequested:
+                say("interrupted")
+            stop.disarm()
+    """
+    assert ended_by(signal.SIGTERM, code) == ("lost\ninterrupted\n", 0)

@@ -17,9 +17,11 @@ from umbra.trainer.algorithms.losses import (
     KlEstimator,
     cispo_loss,
     clipped_loss,
+    dppo_loss,
     gspo_loss,
     kl_terms,
     kl_to_go,
+    sapo_loss,
     token_weights,
 )
 from umbra.trainer.config.trainer_config import TrainSection
@@ -53,8 +55,7 @@ def loss_of(
         weights=weights,
         sample_lens=torch.tensor([len(old)]),
     )
-    settings = TrainSection(steps=1, clip_eps_low=low, clip_eps_high=high)
-    return clipped_loss(logprobs, inputs, settings)
+    return clipped_loss(logprobs, inputs, bounds(low, high))
 
 
 def naive_objective(logp: float, old: float, advantage: float, low: float, high: float) -> float:
@@ -192,29 +193,32 @@ def test_sums_of_the_kl_are_exact_in_the_last_of_many_samples() -> None:
     ]  # fmt: skip
 
 
-NUM_CISPO_TOKENS = 40
+NUM_TOKENS = 40
 
 
-def cispo_tokens() -> tuple[Tensor, LossInputs]:
-    """Logprobs of the policy, and what belongs to them; weights as "token" has them."""
+def float64_tokens(
+    spread: float = 0.7, sample_lens: tuple[int, ...] = ()
+) -> tuple[Tensor, LossInputs]:
+    """Logprobs of the policy, and what belongs to them; weights as "token" has them. `spread`: of
+    the logprobs' differences from the engine's and from the proximal ones."""
     generator = torch.Generator().manual_seed(0)
 
     def normal() -> Tensor:
-        return torch.randn(NUM_CISPO_TOKENS, generator=generator, dtype=torch.float64)
+        return torch.randn(NUM_TOKENS, generator=generator, dtype=torch.float64)
 
-    old = normal() - 2
-    logprobs = old + 0.7 * normal()
+    old = -3 * torch.rand(NUM_TOKENS, generator=generator, dtype=torch.float64)
+    logprobs = (old + spread * normal()).clamp(max=0.0)
     inputs = LossInputs(
         rollout_logprobs=old,
-        proximal_logprobs=logprobs,
+        proximal_logprobs=(old + spread * normal()).clamp(max=0.0),
         advantages=normal(),
-        weights=torch.full((NUM_CISPO_TOKENS,), 1 / NUM_CISPO_TOKENS, dtype=torch.float64),
-        sample_lens=torch.tensor([NUM_CISPO_TOKENS]),
+        weights=torch.full((NUM_TOKENS,), 1 / NUM_TOKENS, dtype=torch.float64),
+        sample_lens=torch.tensor(sample_lens or [NUM_TOKENS]),
     )
     return logprobs, inputs
 
 
-def cispo_settings(low: float, high: float) -> TrainSection:
+def bounds(low: float, high: float) -> TrainSection:
     return TrainSection(steps=1, clip_eps_low=low, clip_eps_high=high)
 
 
@@ -226,47 +230,106 @@ def naive_weights(logprobs: Tensor, inputs: LossInputs, low: float, high: float)
 
 @pytest.mark.parametrize(("low", "high"), [(0.2, 0.2), (0.3, 1.0), (1.0, 0.5)])
 def test_loss_and_gradient_of_cispo_are_the_papers_formula(low: float, high: float) -> None:
-    logprobs, inputs = cispo_tokens()
+    logprobs, inputs = float64_tokens()
     weights = naive_weights(logprobs, inputs, low, high)
     terms = list(zip(weights, listed(inputs.advantages), listed(logprobs), strict=True))
     policy = logprobs.clone().requires_grad_()
 
-    loss = cispo_loss(policy, inputs, cispo_settings(low, high)).loss
+    loss = cispo_loss(policy, inputs, bounds(low, high)).loss
     (gradient,) = torch.autograd.grad(loss, policy)
 
     assert float(loss.detach()) == pytest.approx(
-        -sum(w * a * new for w, a, new in terms) / NUM_CISPO_TOKENS
+        -sum(w * a * new for w, a, new in terms) / NUM_TOKENS
     )
-    assert listed(gradient) == pytest.approx([-w * a / NUM_CISPO_TOKENS for w, a, _ in terms])
+    assert listed(gradient) == pytest.approx([-w * a / NUM_TOKENS for w, a, _ in terms])
 
 
 def test_clipped_tokens_are_counted_and_keep_their_gradient() -> None:
-    logprobs, inputs = cispo_tokens()
+    logprobs, inputs = float64_tokens()
     policy = logprobs.clone().requires_grad_()
 
-    result = cispo_loss(policy, inputs, cispo_settings(0.2, 0.2))
+    result = cispo_loss(policy, inputs, bounds(0.2, 0.2))
     (gradient,) = torch.autograd.grad(result.loss, policy)
 
     ratios = (logprobs - inputs.rollout_logprobs).exp()
     clipped: list[Any] = listed((ratios < 0.8) | (ratios > 1.2))
-    assert 0 < sum(clipped) < NUM_CISPO_TOKENS
+    assert 0 < sum(clipped) < NUM_TOKENS
     assert listed(result.metrics["clipped_share"].values) == clipped
     torch.testing.assert_close(result.metrics["ratio_mean"].values, ratios)
     assert (gradient != 0).all()
 
 
 def test_a_low_of_one_is_no_lower_bound() -> None:
-    logprobs, inputs = cispo_tokens()
+    logprobs, inputs = float64_tokens()
     ratios = (logprobs - inputs.rollout_logprobs).exp()
 
-    clipped = cispo_loss(logprobs, inputs, cispo_settings(1.0, 0.2)).metrics["clipped_share"].values
+    clipped = cispo_loss(logprobs, inputs, bounds(1.0, 0.2)).metrics["clipped_share"].values
 
     assert listed(clipped) == listed(ratios > 1.2)
 
 
+@pytest.mark.parametrize(("low", "high"), [(0.05, 0.05), (0.02, 0.1), (1.0, 1.0)])
+def test_loss_and_gradient_of_dppo_are_the_papers_formula(low: float, high: float) -> None:
+    """Of the binary total variation."""
+    logprobs, inputs = float64_tokens()
+    loss, gradient, left_out = 0.0, list[float](), list[bool]()
+    for new, old, advantage in zip(
+        *map(listed, (logprobs, inputs.rollout_logprobs, inputs.advantages)), strict=True
+    ):
+        moved, ratio = math.exp(new) - math.exp(old), math.exp(new - old)
+        left_out.append(moved > high if advantage > 0 else moved < -low)
+        weight = 0.0 if left_out[-1] else min(ratio, 20.0)
+        loss -= weight * advantage * new / NUM_TOKENS
+        gradient.append(-weight * advantage / NUM_TOKENS)
+    policy = logprobs.clone().requires_grad_()
+
+    output = dppo_loss(policy, inputs, bounds(low, high))
+    (found,) = torch.autograd.grad(output.loss, policy)
+
+    assert (0 < sum(left_out) < NUM_TOKENS) == (low < 1)
+    assert float(output.loss.detach()) == pytest.approx(loss)
+    assert listed(found) == pytest.approx(gradient)
+    assert listed(output.metrics["clipped_share"].values) == left_out
+
+
+@pytest.mark.parametrize("args", [{}, {"tau_positive": 3, "tau_negative": 0.5}])
+def test_loss_and_gradient_of_sapo_are_the_papers_formula(args: dict[str, Any]) -> None:
+    logprobs, inputs = float64_tokens()
+    inputs.advantages[1] = 0.0  # its tau is `tau_negative`
+    taus = args.get("tau_positive", 1.0), args.get("tau_negative", 1.05)
+    loss, gradient, slopes = 0.0, list[float](), list[float]()
+    for new, old, advantage in zip(
+        *map(listed, (logprobs, inputs.rollout_logprobs, inputs.advantages)), strict=True
+    ):
+        tau = taus[0] if advantage > 0 else taus[1]
+        ratio = math.exp(new - old)
+        gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
+        loss -= 4 / tau * gate * advantage / NUM_TOKENS
+        slopes.append(4 * gate * (1 - gate))
+        gradient.append(-slopes[-1] * ratio * advantage / NUM_TOKENS)
+    policy = logprobs.clone().requires_grad_()
+
+    output = sapo_loss(policy, inputs, TrainSection(steps=1, loss_args=args))
+    (found,) = torch.autograd.grad(output.loss, policy)
+
+    assert float(output.loss.detach()) == pytest.approx(loss)
+    assert listed(found) == pytest.approx(gradient)
+    assert listed(output.metrics["gate_mean"].values) == pytest.approx(slopes)
+
+
+def test_where_the_ratio_is_one_sapo_has_the_policy_gradient() -> None:
+    logprobs, inputs = float64_tokens(0.0)
+    policy = logprobs.clone().requires_grad_()
+
+    loss = sapo_loss(policy, inputs, TrainSection(steps=1)).loss
+    (gradient,) = torch.autograd.grad(loss, policy)
+
+    torch.testing.assert_close(gradient, -inputs.weights * inputs.advantages)
+
+
 GSPO_LENS = [3, 1, 5, 0, 2, 4, 7]
 LOW, HIGH = 0.1, 0.15
-SETTINGS = TrainSection(steps=1, clip_eps_low=LOW, clip_eps_high=HIGH)
+SETTINGS = bounds(LOW, HIGH)
 
 
 def gspo_tokens() -> tuple[Tensor, LossInputs]:

@@ -52,13 +52,13 @@ from umbra.trainer.services.pool_specs import plan_pools
 
 
 def sizes_of(
-    *,
     num_layers: int,
     hidden_size: int,
     intermediate_size: int,
     q_size: int,
-    kv_size: int,
+    kv_size: int = 1024,
     vocab_size: int = 151_936,
+    *,
     is_tied: bool = True,
 ) -> ModelSizes:
     """Of a Qwen3 model."""
@@ -96,38 +96,16 @@ def sizes_of(
     )
 
 
+CPU: Final = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[3]
 MODELS: Any = AutoModelForCausalLM  # untyped
 SIZES = {
-    "0.6B": sizes_of(
-        num_layers=28, hidden_size=1024, intermediate_size=3072, q_size=2048, kv_size=1024
-    ),
-    "1.7B": sizes_of(
-        num_layers=28, hidden_size=2048, intermediate_size=6144, q_size=2048, kv_size=1024
-    ),
-    "4B": sizes_of(
-        num_layers=36, hidden_size=2560, intermediate_size=9728, q_size=4096, kv_size=1024
-    ),
-    "8B": sizes_of(
-        num_layers=36,
-        hidden_size=4096,
-        intermediate_size=12288,
-        q_size=4096,
-        kv_size=1024,
-        is_tied=False,
-    ),
+    "0.6B": sizes_of(28, 1024, 3072, 2048),
+    "1.7B": sizes_of(28, 2048, 6144, 2048),
+    "4B": sizes_of(36, 2560, 9728, 4096),
+    "8B": sizes_of(36, 4096, 12288, 4096, is_tied=False),
 }
-
-
-CPU: Final = torch.device("cpu")
-SMOLLM2 = sizes_of(
-    num_layers=30,
-    hidden_size=576,
-    intermediate_size=1536,
-    q_size=576,
-    kv_size=192,
-    vocab_size=49_152,
-)
+SMOLLM2 = sizes_of(30, 576, 1536, 576, 192, 49_152)
 MEASURED = {"SmolLM2-135M": replace(SMOLLM2, has_qk_norm=False), **SIZES}
 
 
@@ -143,36 +121,26 @@ def config_of(folder: Path, **sections: Any) -> TrainerConfig:
 
 
 @pytest.mark.parametrize(
-    ("model", "num_ranks", "train", "allocated_gib", "peak_gib"),
+    ("model", "num_ranks", "checkpointing", "tokens", "allocated_gib", "peak_gib"),
     [
         # docs/runs/hybrid-vllm-8b-h200.jsonl, in two micro-batches
-        (
-            "8B",
-            1,
-            {"activation_checkpointing": "full", "max_tokens_per_micro_batch": 8450},
-            91.60,
-            136.03,
-        ),
+        ("8B", 1, "full", 8450, 91.60, 136.03),
         # docs/runs/hybrid-vllm-8b-2xh200.jsonl
-        (
-            "8B",
-            2,
-            {"activation_checkpointing": "full", "max_tokens_per_micro_batch": 8500},
-            45.84,
-            71.69,
-        ),
+        ("8B", 2, "full", 8500, 45.84, 71.69),
         # docs/runs/hybrid-vllm-h200.jsonl, in three micro-batches
-        ("0.6B", 1, {"max_tokens_per_micro_batch": 11100}, 6.72, 35.71),
+        ("0.6B", 1, "auto", 11100, 6.72, 35.71),
     ],
 )
 def test_a_rank_needs_what_was_measured(
     tmp_path: Path,
     model: str,
     num_ranks: int,
-    train: dict[str, Any],
+    checkpointing: str,
+    tokens: int,
     allocated_gib: float,
     peak_gib: float,
 ) -> None:
+    train = {"activation_checkpointing": checkpointing, "max_tokens_per_micro_batch": tokens}
     config = config_of(tmp_path, train=train)
 
     need = rank_need(config, SIZES[model], num_ranks)
@@ -479,24 +447,16 @@ def test_a_rank_that_sends_what_has_changed_keeps_what_it_sent_at_all_times(tmp_
 
 @pytest.mark.parametrize("keeps_logits", [False, True])
 @pytest.mark.parametrize(
-    (
-        "model",
-        "checkpointing",
-        "entropy_coef",
-        "num_groups",
-        "group_size",
-        "prompt_len",
-        "completion_len",
-    ),
-    [
-        ("SmolLM2-135M", "none", 0.0, 32, 16, 50, 48),
-        ("SmolLM2-135M", "full", 0.0, 32, 16, 50, 48),
-        ("SmolLM2-135M", "full", 0.1, 2, 8, 50, 48),  # few logits, which are kept
-        ("0.6B", "none", 0.0, 16, 8, 100, 256),
-        ("0.6B", "full", 0.0, 1, 512, 2000, 8),  # short completions behind a long prompt
-        ("0.6B", "full", 0.1, 16, 8, 100, 256),
-        ("8B", "none", 0.0, 16, 8, 100, 256),
-        ("8B", "full", 0.0, 4, 16, 900, 20),
+    ("model", "checkpointing", "entropy_coef", "work"),
+    [  # work: groups, their samples, lengths of prompts and completions
+        ("SmolLM2-135M", "none", 0.0, (32, 16, 50, 48)),
+        ("SmolLM2-135M", "full", 0.0, (32, 16, 50, 48)),
+        ("SmolLM2-135M", "full", 0.1, (2, 8, 50, 48)),  # few logits, which are kept
+        ("0.6B", "none", 0.0, (16, 8, 100, 256)),
+        ("0.6B", "full", 0.0, (1, 512, 2000, 8)),  # short completions behind a long prompt
+        ("0.6B", "full", 0.1, (16, 8, 100, 256)),
+        ("8B", "none", 0.0, (16, 8, 100, 256)),
+        ("8B", "full", 0.0, (4, 16, 900, 20)),
     ],
 )
 def test_the_plan_is_close_to_the_bytes_of_a_pass(
@@ -506,12 +466,10 @@ def test_the_plan_is_close_to_the_bytes_of_a_pass(
     model: str,
     checkpointing: Literal["none", "full"],
     entropy_coef: float,
-    num_groups: int,
-    group_size: int,
-    prompt_len: int,
-    completion_len: int,
+    work: tuple[int, int, int, int],
     keeps_logits: bool,
 ) -> None:
+    num_groups, group_size, prompt_len, completion_len = work
     # Fake tensors have no addresses, by which attention recognises its keys.
     monkeypatch.setattr(torch.UntypedStorage, "data_ptr", storage_id)
     monkeypatch.setattr(TrainModel, "_compare", do_nothing)  # reads values
@@ -530,7 +488,7 @@ def test_the_plan_is_close_to_the_bytes_of_a_pass(
             "entropy_coef": entropy_coef,
         },
     )
-    micro_batch = packed_for_gpu(num_groups, group_size, prompt_len, completion_len, monkeypatch)
+    micro_batch = packed_for_gpu(work, monkeypatch)
 
     with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes(monkeypatch) as live:
         trained = train_model(sizes, single_rank_mesh, recomputes=checkpointing == "full")
@@ -557,14 +515,9 @@ def first_layers(sizes: ModelSizes, num_layers: int) -> ModelSizes:
     return replace(sizes, num_layers=num_layers, num_parameters=num_parameters)
 
 
-def packed_for_gpu(
-    num_groups: int,
-    group_size: int,
-    prompt_len: int,
-    completion_len: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> MicroBatch:
+def packed_for_gpu(work: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch) -> MicroBatch:
     """Equal samples, packed for the kernel that takes sequences of any length."""
+    num_groups, group_size, prompt_len, completion_len = work
     samples = [
         Sample(
             tokens=np.full(prompt_len + completion_len, group, np.int32),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,10 @@ from training_models import make_model, save_model
 from transformers import AutoModelForCausalLM, Lfm2Config, MambaConfig
 from whole_model import load_whole_model
 
-from umbra.runtime.errors import ConfigError, DataError
+from umbra.runtime.errors import ConfigError
 from umbra.trainer.config.trainer_config import ModelSection
 from umbra.trainer.model.model_loading import (
     _packing_obstacle,  # pyright: ignore[reportPrivateUsage]
-    prepare_causal_lm,
 )
 
 SMALL: dict[str, Any] = {
@@ -93,22 +91,3 @@ def test_a_state_shows_though_no_config_tells_of_it() -> None:
     model.model.layers[0].mixer = torch.nn.Conv1d(1, 1, 2)  # as a model with code of its own may
 
     assert "carry a state from token to token" in _packing_obstacle(model)
-
-
-def test_incomplete_weights_are_named(tmp_path: Path) -> None:
-    save_model(tmp_path)
-    safetensors: Any = importlib.import_module("safetensors.torch")
-    weights = safetensors.load_file(tmp_path / "model.safetensors")
-    del weights["model.layers.1.mlp.up_proj.weight"]
-    safetensors.save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-
-    with pytest.raises(DataError, match=r"lack 1 tensors, such as model.layers.1.mlp.up_proj"):
-        load_whole_model(ModelSection(path=tmp_path), torch.float32)
-
-
-def test_missing_weights_are_named(tmp_path: Path) -> None:
-    save_model(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-
-    with pytest.raises(DataError, match=f"model.path: {tmp_path} has neither model.safetensors"):
-        prepare_causal_lm(ModelSection(path=tmp_path), torch.float32)
