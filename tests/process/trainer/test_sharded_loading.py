@@ -194,7 +194,7 @@ def test_what_needs_conversion_is_left_to_transformers(
 
 
 @pytest.mark.slow
-def test_incomplete_weights_are_named_as_before(tmp_path: Path) -> None:
+def test_incomplete_weights_are_named(tmp_path: Path) -> None:
     folder = save_model(tmp_path)
     change_weights(folder, lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"))
 
