@@ -49,15 +49,16 @@ MAX_SHARD_NBYTES: Final = 5 * 10**9
 smaller ones, large models have very many."""
 # Copied from the directory that the model came from; training does not change them.
 _COPIED: Final = (
-    "tokenizer.json",
-    "tokenizer_config.json",
+    "tokenizer*",  # .json, _config.json, .model
     "special_tokens_map.json",
     "added_tokens.json",
-    "vocab.json",
+    "vocab*",
     "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
+    "*.model",  # of SentencePiece, or tiktoken's
+    "*.tiktoken",
+    "tekken.json",
+    "chat_template*",
+    "*processor_config.json",  # vLLM and SGLang read it for models that take images
     "*.py",
 )
 

@@ -66,8 +66,6 @@ class SftSection(Settings):
             gradients less noisy.
         completion_column: Column of what follows the prompt: text, or messages behind the prompt's.
             A chat whose last message is the assistant's needs none.
-        tools_column: Column of the tools that the assistant of a chat may call: a list of their
-            JSON schemas, also as text. The chat template gets them.
         loss_on: Which of the assistant's messages the loss is on: "all", or the "last" one of each
             row. Of a row with a completion, those of its prompt never count.
         max_len: Largest number of tokens of a row; `data.overlong` says what happens to longer
@@ -76,7 +74,6 @@ class SftSection(Settings):
 
     batch_size: Positive = 32
     completion_column: str = "completion"
-    tools_column: str = "tools"
     loss_on: Literal["all", "last"] = "all"
     max_len: Positive | None = None
 

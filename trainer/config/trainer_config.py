@@ -219,6 +219,8 @@ class DataSection(Settings):
             that is there, and takes a list in `prompt_column` for a chat.
         prompt_column: Column of plain prompts.
         messages_column: Column of chats, or of users' messages.
+        tools_column: Column of the tools that the template of a chat gets: a list of JSON schemas,
+            also as text.
         template: Text made of a row's columns, such as "Question: {question} Answer:", in place of
             `prompt_column`, or with format = "chat" of the one message of a user. Double braces are
             braces.
@@ -245,6 +247,7 @@ class DataSection(Settings):
     format: Literal["auto", "text", "chat"] = "auto"
     prompt_column: str = "prompt"
     messages_column: str = "messages"
+    tools_column: str = "tools"
     template: str = ""
     teacher_template: str = ""
     system_prompt: str = ""

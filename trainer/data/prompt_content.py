@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, Final, cast
 
 from umbra.runtime.errors import DataError
-from umbra.runtime.text.messages import are_messages, normal_messages
+from umbra.runtime.text.messages import are_messages, named_function, normal_messages
+from umbra.runtime.text.model_tokenizer import ModelTokenizer
 from umbra.trainer.config.trainer_config import DataSection, template_columns
 
 _PROMPT: Final = "data.prompt_column"
@@ -82,6 +83,43 @@ def given_chat(value: object) -> list[Any] | None:
         except (ValueError, RecursionError):
             return None
     return cast("list[Any]", value) if are_messages(value) else None
+
+
+def row_tools(data: DataSection, row: Mapping[str, Any]) -> list[Any]:
+    """The schemas of a row's tools. Raises DataError if its column holds something else."""
+    value = row.get(data.tools_column)
+    name = f"column {data.tools_column!r} (data.tools_column)"
+    tools: Any = value or []
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) or []
+        except (ValueError, RecursionError):
+            tools = None
+    if not isinstance(tools, list):
+        raise DataError(f"{name} is no list of tools: {value!r:.80}")
+    for number, tool in enumerate(cast("list[object]", tools), 1):
+        if named_function(tool) is None:
+            raise DataError(f"tool {number} of {name} names no function: it is {tool!r:.80}")
+    return cast("list[Any]", tools)
+
+
+def template_variables(
+    data: DataSection,
+    tokenizer: ModelTokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Any],
+) -> dict[str, Any]:
+    """Variables of the chat template besides the messages. Raises DataError if it leaves out the
+    row's tools, or calls of them."""
+    template = tokenizer.state.chat_template
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    for name, given in (("tools", tools), ("tool_calls", calls)):
+        if given and template and name not in template:
+            raise DataError(
+                f"the row has {name}, and the chat template of {tokenizer.state.model_path} leaves "
+                f"them out: use a template with {name!r}, or leave the row out"
+            )
+    return {**data.chat_template_kwargs, **({"tools": tools} if tools else {})}
 
 
 def _given(data: DataSection, where: str, row: Mapping[str, Any]) -> str | list[Any]:

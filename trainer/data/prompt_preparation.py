@@ -23,7 +23,9 @@ from umbra.trainer.data.prompt_content import (
     SUCCESSFUL,
     no_column,
     prompt_content,
+    row_tools,
     teacher_content,
+    template_variables,
 )
 from umbra.trainer.world.run_files import writing
 
@@ -245,13 +247,13 @@ def _read_prompts(
     rows = chain.from_iterable(read_rows(path) for path in paths)
     for num_rows, (where, row) in enumerate(rows, 1):
         content = prompt_content(data, where, row)
-        text, (tokens,) = _tokenize(data, tokenizer, where, content)
+        text, (tokens,) = _tokenize(data, tokenizer, where, row, content)
         problem, teacher = "", list[list[int]]()
         if len(tokens) > budget.max_prompt_len:
             problem = _overlong_message(where, len(tokens), budget)
         elif for_training and data.teacher_template:
             privileged = teacher_content(data, where, row, content)
-            teacher = _tokenize(data, tokenizer, where, privileged)[1]
+            teacher = _tokenize(data, tokenizer, where, row, privileged)[1]
             if (excess := budget.teacher_excess(teacher)) > 0:
                 problem = (
                     f"{where}: the prompt of data.teacher_template and what follows it are "
@@ -291,7 +293,11 @@ def _empty(paths: Sequence[Path], cause: str) -> DataError:
 
 
 def _tokenize(
-    data: DataSection, tokenizer: ModelTokenizer, where: str, content: str | list[dict[str, Any]]
+    data: DataSection,
+    tokenizer: ModelTokenizer,
+    where: str,
+    row: Mapping[str, Any],
+    content: str | list[dict[str, Any]],
 ) -> tuple[str, list[list[int]]]:
     """The text, and its tokens before and after a successful completion, or all of them."""
     if isinstance(content, str):
@@ -300,7 +306,7 @@ def _tokenize(
         try:
             text = tokenizer.render_chat(
                 content,
-                data.chat_template_kwargs,
+                template_variables(data, tokenizer, content, row_tools(data, row)),
                 continue_final_message=data.continue_final_message,
             )
         except DataError as error:

@@ -9,7 +9,6 @@ parts are tokenized apart from the text before them, as engines generate them.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,17 +18,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from umbra.runtime.errors import DataError
-from umbra.runtime.text.messages import are_messages, named_function, normal_messages
+from umbra.runtime.text.messages import are_messages, normal_messages
 from umbra.runtime.text.model_tokenizer import ModelTokenizer
 from umbra.trainer.config.sft_config import SftSection
 from umbra.trainer.config.trainer_config import DataSection
 from umbra.trainer.data.data_rows import read_rows
-from umbra.trainer.data.prompt_content import given_chat, no_column, prompt_content
+from umbra.trainer.data.prompt_content import (
+    given_chat,
+    no_column,
+    prompt_content,
+    row_tools,
+    template_variables,
+)
 
 _COMPLETION = "sft.completion_column"
-_TOOLS = "sft.tools_column"
 _TEXTS = ("content", "reasoning_content", "thinking", "reasoning")
 """The keys of a message under which chats have what the assistant writes."""
+_MARKS = ("weight", "loss", "train", "trainable")
+"""The keys by which data sets mark messages that are not learned: with 0 or false."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +89,7 @@ class SftRows:
             found = _tokenize_text(content, tokenizer)
         else:
             try:
-                found = _tokenize_chat(content, self.data.chat_template_kwargs, tokenizer)
+                found = _tokenize_chat(content, self.data, tokenizer)
             except DataError as error:
                 raise DataError(f"{where}: {error}") from None
         if not found.mask.any():
@@ -123,25 +129,9 @@ class SftRows:
                 )
             return _Text(found, completion)
         try:
-            return self._chat(found, completion, self._tools(row.get(self.sft.tools_column)))
+            return self._chat(found, completion, row_tools(self.data, row))
         except DataError as error:
             raise DataError(f"{where}: {error}") from None
-
-    def _tools(self, value: object) -> list[Any]:
-        """The schemas of a row's tools. `value` is a list of them, or its JSON."""
-        name = f"column {self.sft.tools_column!r} ({_TOOLS})"
-        tools: Any = value or []
-        if isinstance(tools, str):
-            try:
-                tools = json.loads(tools) or []
-            except (ValueError, RecursionError):
-                tools = None
-        if not isinstance(tools, list):
-            raise DataError(f"{name} is no list of tools: {value!r:.80}")
-        for number, tool in enumerate(cast("list[object]", tools), 1):
-            if named_function(tool) is None:
-                raise DataError(f"tool {number} of {name} names no function: it is {tool!r:.80}")
-        return cast("list[Any]", tools)
 
     def _chat(
         self, prompt: list[dict[str, Any]], completion: object, tools: Sequence[Any]
@@ -161,8 +151,11 @@ class SftRows:
             given = cast("list[object]", completion)
             messages = [*prompt, *normal_messages(given, continue_final_message=True)]
             first = len(prompt)
-        roles = [message["role"] for message in messages]
-        learned = [idx for idx in range(first, len(roles)) if roles[idx] == "assistant"]
+        learned = [
+            first + idx
+            for idx, message in enumerate(messages[first:])
+            if message["role"] == "assistant" and all(message.get(key, 1) for key in _MARKS)
+        ]
         if not learned:
             raise DataError(
                 "no message of the assistant, and so nothing to learn: give one as the last "
@@ -186,17 +179,8 @@ def _row(parts: Sequence[tuple[Sequence[int], bool]]) -> SftRow:
     return SftRow(tokens, mask.astype(np.uint8))
 
 
-def _tokenize_chat(chat: _Chat, variables: Mapping[str, Any], tokenizer: ModelTokenizer) -> SftRow:
-    template = tokenizer.state.chat_template
-    calls = [call for message in chat.messages for call in message.get("tool_calls", ())]
-    for name, given in (("tools", chat.tools), ("tool_calls", calls)):
-        if given and template and name not in template:
-            raise DataError(
-                f"the row has {name}, and the chat template of {tokenizer.state.model_path} leaves "
-                f"them out: use a template with {name!r}, or leave the row out"
-            )
-    if chat.tools:
-        variables = {**variables, "tools": chat.tools}
+def _tokenize_chat(chat: _Chat, data: DataSection, tokenizer: ModelTokenizer) -> SftRow:
+    variables = template_variables(data, tokenizer, chat.messages, chat.tools)
     find = _marked_spans if tokenizer.marks_generation else _prefix_spans
     text, spans = find(chat, variables, tokenizer)
     parts: list[tuple[list[int], bool]] = []

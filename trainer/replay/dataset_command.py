@@ -120,6 +120,8 @@ class _RowWriter:
         answer = text if isinstance(asked, str) else [_message(asked, text)]
         facts = row.facts()
         parts = {"reward_parts": facts["reward_parts"]} if facts["reward_parts"] else {}
+        tools = prompt.row.get(self._config.data.tools_column)
+        parts |= {"tools": tools} if tools and not isinstance(asked, str) else {}
         about = {name: facts[name] for name in ("reward", "step", "sample_id")}
         pair = {"prompt": asked, "completion": answer}
         return pair | about | parts | {"versions": sorted(set(versions))}

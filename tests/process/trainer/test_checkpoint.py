@@ -295,13 +295,20 @@ def test_the_moving_average_is_exported_where_the_checkpoint_has_one(
     assert "was saved without train.ema: it has no tensor optimizer.m" in capsys.readouterr().err
 
 
-def test_an_export_has_several_files_where_one_would_be_too_large(ran: Ran, tmp_path: Path) -> None:
-    section = ModelSection(path=ran.folder / "qwen3", dtype="bfloat16")
+def test_an_export_has_the_tokenizers_files_and_weights_in_several_where_one_is_too_large(
+    ran: Ran, tmp_path: Path
+) -> None:
+    source = Path(shutil.copytree(ran.folder / "qwen3", tmp_path / "source"))
+    others = {"tiktoken.model", "qwen.tiktoken", "vocab.txt", "preprocessor_config.json"}
+    for name in others:
+        (source / name).write_text(name)
+    section = ModelSection(path=source, dtype="bfloat16")
     checkpoint = ran.folder / "saved" / "step-000002"
 
     export_checkpoint(section, checkpoint, tmp_path / "small", max_shard_nbytes=8000)
     export_checkpoint(section, checkpoint, tmp_path / "large")
 
+    assert others <= {file.name for file in (tmp_path / "small").iterdir()}
     sizes = [file.stat().st_size for file in (tmp_path / "small").glob("model-0*.safetensors")]
     assert len(sizes) > 3
     assert max(sizes) < 10_000

@@ -360,18 +360,19 @@ def test_a_data_set_of_chats_has_the_completion_as_the_assistants_message(run: R
 
 def test_an_answer_that_a_chat_has_begun_is_whole_in_a_data_set(run: Run) -> None:
     chat = [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "It is "}]
+    tools = [{"name": "add"}]
     prompt: dict[str, Any] = {
         "id": "a",
         "prompt": "",
         "tokens": bytes(4),
-        "row": {"messages": chat},
+        "row": {"messages": chat, "tools": tools},
     }
     write_prompts(run.folder / "prompts.msgpack", [prompt])
     run.write([Version(0, 0), *scored(run, 0, "a", f"4{END}", f"5{END}")])
 
     rows = dataset_rows(run, "chat", "--best", "2", continue_final_message=True)
 
-    assert [row["prompt"] for row in rows] == [chat[:1]] * 2
+    assert [(row["prompt"], row["tools"]) for row in rows] == [(chat[:1], tools)] * 2
     answers = [row["completion"] for row in rows]
     assert answers == [[{"role": "assistant", "content": f"It is {n}"}] for n in (5, 4)]
 

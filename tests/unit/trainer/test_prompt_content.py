@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_folders import write_model_folder
+from model_folders import CHATML, write_model_folder
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from umbra.runtime.errors import DataError, SettingError
@@ -139,6 +139,38 @@ def test_a_row_without_a_clear_meaning_is_refused(
 def test_a_template_that_names_no_columns_is_refused(template: str) -> None:
     with pytest.raises(SettingError, match="template"):
         DataSection(train=Path("x.jsonl"), template=template)
+
+
+def test_a_prompt_has_the_tools_that_may_be_called(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path / "model", template="{{ tools or '' }}" + CHATML)
+    data = tmp_path / "rows.jsonl"
+    rows = [{"messages": [ASK], "tools": [{"name": "add"}]}, {"messages": [ASK], "tools": None}]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    prompts = PromptSet.open(prepare(data, ModelTokenizer.open(folder)).train_path)
+
+    asked = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+    assert [prompts[idx].text for idx in range(2)] == ["[{'name': 'add'}]" + asked, asked]
+    prompts.close()
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [ASK], "tools": [{"name": "add"}]},
+        {"messages": [ASK, {"role": "assistant", "tool_calls": [{"name": "add"}]}, ASK]},
+    ],
+)
+def test_a_prompt_whose_template_leaves_out_tools_is_refused(
+    tmp_path: Path, row: dict[str, Any]
+) -> None:
+    folder, data = write_model_folder(tmp_path / "model"), tmp_path / "rows.jsonl"
+    data.write_text(json.dumps(row))
+
+    with pytest.raises(
+        DataError, match=r"rows.jsonl, line 1: the row has tool\w+, and the chat tem"
+    ):
+        prepare(data, ModelTokenizer.open(folder))
 
 
 def test_parquet_and_jsonl_give_the_same_rows(tmp_path: Path) -> None:

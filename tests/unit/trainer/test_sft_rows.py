@@ -64,7 +64,7 @@ def tokenizer_of(folder: Path, template: str = "") -> ModelTokenizer:
 
 
 def rows(max_len: int = 1000, **settings: Any) -> SftRows:
-    names = ("loss_on", "completion_column", "tools_column")
+    names = ("loss_on", "completion_column")
     sft = {name: settings.pop(name) for name in names if name in settings}
     return SftRows(
         data=DataSection(train=Path("rows.jsonl"), **settings),
@@ -176,9 +176,12 @@ def test_tools_have_a_column_of_any_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"tools": "hammer"}, r"column 'tools' \(sft.tools_column\) is no list of tools: 'hammer'"),
-        ({"tools": 3}, r"column 'tools' \(sft.tools_column\) is no list of tools: 3"),
-        ({"tools": [ADD, {}]}, r"tool 2 of column 'tools' \(sft.tools_column\) names no function"),
+        (
+            {"tools": "hammer"},
+            r"column 'tools' \(data.tools_column\) is no list of tools: 'hammer'",
+        ),
+        ({"tools": 3}, r"column 'tools' \(data.tools_column\) is no list of tools: 3"),
+        ({"tools": [ADD, {}]}, r"tool 2 of column 'tools' \(data.tools_column\) names no function"),
         ({"tools": '["add"]'}, r"tool 1 of column 'tools' .* names no function: it is 'add'"),
         (
             {"messages": calling("{")},
@@ -214,6 +217,23 @@ def test_a_template_that_leaves_out_tools_is_refused(
 ) -> None:
     with pytest.raises(DataError, match=rf"^row 7: the row has {name}, and the chat template of "):
         rows().tokenize("row 7", row, tokenizer_of(tmp_path, PLAIN))
+
+
+@pytest.mark.parametrize(
+    "mark", [{"weight": 0}, {"loss": 0}, {"train": False}, {"trainable": False}]
+)
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_a_message_that_is_marked_as_not_to_learn_is_not(
+    tmp_path: Path, template: str, mark: dict[str, Any]
+) -> None:
+    tokenizer = tokenizer_of(tmp_path, template)
+    chat = [CHAT[0], {**CHAT[1], **mark}, CHAT[2], {**CHAT[3], "weight": 1}]
+
+    row = rows().tokenize("row", {"messages": chat}, tokenizer)
+
+    assert learned(tokenizer, row) == [f"so|ö{END}"]
+    with pytest.raises(DataError, match="no message of the assistant, and so nothing to learn"):
+        rows().tokenize("row", {"messages": chat[:2]}, tokenizer)
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
@@ -381,7 +401,7 @@ def test_sections_of_the_other_training_are_refused() -> None:
 SHARED = {
     "run": "dir loggers name overwrite profile_steps resume",
     "data": "chat_template_kwargs eval eval_limit format messages_column overlong prompt_column "
-    "shuffle system_prompt template train",
+    "shuffle system_prompt template tools_column train",
     "train": "activation_checkpointing betas checkpoint_every compile device ema epochs eps "
     "eval_at_start eval_every export keep_checkpoints learning_rate max_grad_norm "
     "max_tokens_per_micro_batch micro_batches min_lr_ratio optimizer schedule seed "
