@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
+
 from umbra.trainer.algorithms.base import LossInputs, LossMetric, LossOutput, PolicyLoss
 from umbra.trainer.algorithms.losses import kl_terms, kl_to_go
 from umbra.trainer.config.algorithm_names import TOKEN_ADVANTAGES
@@ -35,7 +37,8 @@ class PolicyObjective:
     """The loss of `train.loss` with its KL term and entropy bonus, and the metrics of all. With
     `kl_in_reward`, the advantages have the KL instead; those of `TOKEN_ADVANTAGES` have it. They
     always have the one to a teacher: its gradient, weighted with the ratio, is that of the reverse
-    KL divergence of each token."""
+    KL divergence of each token. It is 0 where the teacher has the engines' logprobs, as in samples
+    that it was not asked about."""
 
     def __init__(self, train: TrainSection, loss: PolicyLoss) -> None:
         self._train = train
@@ -54,11 +57,12 @@ class PolicyObjective:
         if reference is not None and train.kl_in_reward and not of_tokens:
             penalties = kl_to_go(proximal, reference, micro_batch.sample_lens)
             advantages = advantages - train.kl_coef * penalties
-        teacher = columns.get(TEACHER_LOGPROBS)
+        teacher, sampled = columns.get(TEACHER_LOGPROBS), columns[ROLLOUT_LOGPROBS]
         if teacher is not None:
+            teacher = torch.where(teacher == sampled, proximal, teacher)
             advantages = advantages - train.teacher_kl_coef * (proximal - teacher)
         inputs = LossInputs(
-            rollout_logprobs=columns[ROLLOUT_LOGPROBS],
+            rollout_logprobs=sampled,
             proximal_logprobs=proximal,
             advantages=advantages,
             weights=micro_batch.weights,
@@ -67,7 +71,7 @@ class PolicyObjective:
         )
         output = self._loss(scores.logprobs, inputs, train)
         loss, metrics = output.loss, dict(output.metrics)
-        behaviour_kl = kl_terms(inputs.rollout_logprobs, scores.logprobs.detach(), "k3")
+        behaviour_kl = kl_terms(sampled, scores.logprobs.detach(), "k3")
         metrics["behaviour_kl"] = LossMetric(behaviour_kl)
         if scores.entropy is not None:
             metrics["entropy"] = LossMetric(scores.entropy.detach())

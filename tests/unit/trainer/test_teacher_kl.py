@@ -27,9 +27,13 @@ COEF = 0.7
 
 
 def objective_of(
-    logprobs: Tensor, teacher: Tensor, weights: Tensor, advantages: Tensor
+    logprobs: Tensor,
+    teacher: Tensor,
+    weights: Tensor,
+    advantages: Tensor,
+    sampled: Tensor | None = None,
 ) -> LossOutput:
-    """On the first update, on-policy."""
+    """On the first update; on-policy, unless other logprobs are `sampled`."""
     unused: Any = None
     old = logprobs.detach()
     micro_batch = MicroBatch(
@@ -38,7 +42,7 @@ def objective_of(
         columns={
             ADVANTAGES: advantages,
             PROXIMAL_LOGPROBS: old,
-            ROLLOUT_LOGPROBS: old,
+            ROLLOUT_LOGPROBS: old if sampled is None else sampled,
             TEACHER_LOGPROBS: teacher,
         },
         weights=weights,
@@ -68,6 +72,16 @@ def test_each_token_s_advantage_loses_its_log_ratio_to_the_teacher() -> None:
     ]
     assert listed(gradient) == pytest.approx(expected, rel=1e-12)
     assert listed(output.metrics["teacher_kl"].values) == pytest.approx(log_ratios)
+
+
+def test_a_sample_with_the_engines_logprobs_for_the_teacher_s_learns_nothing_from_it() -> None:
+    logprobs = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64, requires_grad=True)
+    sampled = logprobs.detach() + 0.1  # by weights of another version
+
+    output = objective_of(logprobs, sampled, torch.ones(3), torch.zeros(3), sampled)
+    (gradient,) = torch.autograd.grad(output.loss, logprobs)
+
+    assert listed(gradient) == listed(output.metrics["teacher_kl"].values) == [0.0, 0.0, 0.0]
 
 
 def test_the_expected_gradient_is_that_of_the_reverse_kl_divergence() -> None:
