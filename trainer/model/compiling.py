@@ -21,6 +21,12 @@ _MAX_VARIANTS: Final = 32
 _CACHE: Final = Path("~/.cache/umbra/compiled")
 """Where torch keeps compiled code for later runs, unless TORCHINDUCTOR_CACHE_DIR is set, or nothing
 can be written there. Its own default is in /tmp, which containers lose."""
+_FUNCTION_OPTIONS: Final = (
+    # By default torch traces blocks with an autograd function (`KeyRows`) again in each run.
+    "autograd_cache_allow_custom_autograd_functions",
+    # By default a backward pass that cannot be compiled fails when it runs, too late for another.
+    "force_non_lazy_backward_lowering",
+)
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +55,7 @@ class CompiledFunction:
     _is_possible: ClassVar[bool] = True
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        _set_cache()
+        _set_options()
         torch_compile: Any = cast("Any", torch).compile
         self._function = function
         self._compiled: Callable[..., Any] = torch_compile(function, dynamic=True)
@@ -69,16 +75,16 @@ class CompiledFunction:
         return self._function(*args, **kwargs)
 
 
-def _set_cache() -> None:
+def _set_options() -> None:
     with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: there is no home
         folder = _CACHE.expanduser()
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK | os.X_OK):
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
     functions = cast("Any", torch)._functorch.config
-    if hasattr(functions, "autograd_cache_allow_custom_autograd_functions"):
-        # By default torch traces blocks with an autograd function (`KeyRows`) again in each run.
-        functions.autograd_cache_allow_custom_autograd_functions = True
+    for option in _FUNCTION_OPTIONS:
+        if hasattr(functions, option):
+            setattr(functions, option, True)
 
 
 def decoder_blocks(model: nn.Module) -> list[nn.Module]:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._inductor import config as inductor_config
+from torch._inductor import lowering as inductor_lowering
 from training_models import make_model
 
 from umbra.trainer.model.compiling import CompiledFunction, compile_blocks
@@ -80,6 +81,24 @@ def test_without_a_compiler_all_runs_uncompiled_and_one_warning_says_why(
     torch.testing.assert_close(results, [twice(values)] * 2 + [values.sin()] * 2)
     (record,) = caplog.records
     assert "torch cannot compile, so nothing is: InvalidCxxCompiler" in record.getMessage()
+
+
+@pytest.mark.slow
+def test_a_backward_pass_that_cannot_be_compiled_runs_uncompiled_with_its_forward_pass(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no code for cos")
+
+    monkeypatch.setitem(inductor_lowering.lowerings, library.ops.aten.cos.default, fail)
+    values = torch.arange(64.0).reshape(8, 8).requires_grad_()
+
+    with inductor.patch(compile_threads=1), caplog.at_level(logging.WARNING, logger="umbra"):
+        CompiledFunction(torch.sin)(values).sum().backward()
+
+    torch.testing.assert_close(values.grad, values.detach().cos())
+    (record,) = [each for each in caplog.records if each.name.startswith("umbra")]
+    assert "torch cannot compile, so nothing is: " in record.getMessage()
 
 
 def not_compiled(function: Any, *, dynamic: bool) -> Any:
