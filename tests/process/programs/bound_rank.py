@@ -13,5 +13,7 @@ from umbra.runtime.cluster.environment import bind_to_agent
 if __name__ == "__main__":
     agent = bind_to_agent()
     assert agent is not None
+    with agent.outlived():
+        pass
     print(json.dumps({"agent": agent.pid, "lineage": agent.lineage}), flush=True)
     signal.pause()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from umbra.runtime.engine_api.weight_files import snapshot_name
+from umbra.runtime.engine_api.weight_files import local_model, snapshot_name
 from umbra.trainer.data.hub_paths import HubName, data_name, model_name
 
 
@@ -61,8 +61,12 @@ def test_what_exists_here_is_no_name() -> None:
     assert data_name(Path("Qwen/Qwen3-0.6B"), "train") is None
 
 
-def test_a_snapshot_tells_its_name() -> None:
-    assert (
-        snapshot_name(Path("hub/models--Qwen--Qwen3-0.6B/snapshots/c1899de")) == "Qwen/Qwen3-0.6B"
-    )
+def test_a_snapshot_tells_its_name_and_what_it_has_is_not_fetched() -> None:
+    snapshot = Path("hub/models--Qwen--Qwen3-0.6B/snapshots/c1899de")
+    assert snapshot_name(snapshot) == "Qwen/Qwen3-0.6B"
     assert snapshot_name(Path("models/Qwen3-0.6B")) == ""
+
+    snapshot.mkdir(parents=True)
+    assert local_model(str(snapshot), with_weights=False) == str(snapshot)
+    (snapshot / "model.safetensors").touch()
+    assert local_model(str(snapshot), with_weights=True) == str(snapshot)

@@ -265,6 +265,7 @@ LONG_STEP = {"groups": 64, "prompt": 1024, "completion": 1024}
         ("8B", 4, H200_GIB, "vllm", LARGE_STEP, "none", "auto", 32768, 97.2),
         ("8B", 1, H200_GIB, "vllm", LARGE_STEP, "all", "auto", 0, 142.2),  # it is warned about
         ("0.6B", 1, 24.0, "vllm", STEP, "all", "root", 32768, 20.9),
+        ("0.6B", 1, H200_GIB, "vllm", STEP | {"micro_batches": 9}, "none", "root", 0, 70.5),
         # A cache beside training would be too small for the step's samples.
         ("4B", 1, H200_GIB, "vllm", LONG_STEP, "all", "auto", 32768, 91.8),
         ("4B", 1, H200_GIB, "sglang", LONG_STEP, "kv_cache", "auto", 32768, 100.3),
@@ -289,6 +290,7 @@ def test_engines_free_the_least_that_has_room_beside_training(
         tmp_path,
         pool={"engine": engine, "max_context_len": context_len, "max_num_seqs": 256},
         rollout={"groups_per_step": step["groups"], "max_new_tokens": step["completion"]},
+        train={"micro_batches": step.get("micro_batches", 0)},
     )
     nodes = [Node(gpus=tuple(map(str, range(num_gpus))), num_ranks=num_gpus)]
     plan = plan_pools(config, "policy", device_type="cuda", nodes=nodes)

@@ -21,6 +21,7 @@ from umbra.trainer.data.train_batch import (
     RewardGroups,
     TrainBatch,
 )
+from umbra.trainer.model import packing
 from umbra.trainer.model.micro_batches import MicroBatchBuilder
 from umbra.trainer.model.packed_attention import (
     PACKED_ATTENTION,
@@ -181,6 +182,20 @@ def test_a_groups_prompt_is_packed_once() -> None:
 
     assert packed.token_ids.shape == (1, 6 + 4 + 3 + 2)
     assert listed(packed.position_ids[0, :10]) == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+
+
+def test_a_block_has_completions_of_similar_length_and_a_mask_of_bounded_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(packing, "_MAX_MASK_ELEMENTS", 2 * 8 * 10)  # two completions, 8 by 2 + 8
+    samples = [
+        Sample(tokens=np.zeros(n + 3, np.int32), prompt_len=2, generated=np.arange(2, n + 3))
+        for n in (8, 8, 8, 6, 5, 5)
+    ]
+
+    blocks = pack(samples, torch.float32, CPU).blocks
+
+    assert [block.shape for block in blocks] == [(1, 2, 2), (2, 8, 10), (2, 8, 10), (2, 5, 7)]
 
 
 def test_tokens_of_tools_are_fed_but_not_trained_on() -> None:

@@ -140,7 +140,10 @@ def test_a_judge_keeps_its_own_variables_beside_its_gpus(model_dir: Path) -> Non
     plan = plan_of(config, ("0", "1"), ranks=2)
     spec = auxiliary_pool_spec("judge", config, plan, "cuda", POOL, host_gets_idle=True)
 
+    busy = auxiliary_pool_spec("judge", config, plan, "cuda", POOL, host_gets_idle=False)
+
     assert environments(spec) == [{"A": "1", "CUDA_VISIBLE_DEVICES": "0,1"}]
+    assert (spec.max_wait_s, busy.max_wait_s) == (None, 10.0)
 
 
 def test_on_the_cpu_an_engine_inherits_its_environment(model_dir: Path) -> None:

@@ -204,7 +204,7 @@ def test_an_empty_value_unsets_what_need_not_be_there(tmp_path: Path) -> None:
 
     assert config.data.eval is None
     assert config.rollout.agent is None
-    assert config.run.name == ""
+    assert (config.run.name, config.run_name) == ("", config.run.dir.name)
     assert config.rollout.stop_token_ids == ()
     assert config.pool.lora_adapters == {}
     assert config.pool.engine_args == {"compilation_config": {}}
