@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from umbra.runtime.cluster.memory_plan import GIB
+from umbra.runtime.errors import ConfigError
 from umbra.runtime.process.host_memory import free_nbytes
 from umbra.runtime.weights.shards import local_part
 from umbra.trainer.model.host_offload import pinned_bytes
@@ -23,11 +24,12 @@ images and sleeping weights; with less, training waits for disks though there is
 
 class HostCopy:
     """This rank's parts of tensors, in host memory that it owns, reuses, and keeps (pinned if they
-    are on a GPU)."""
+    are on a GPU, and CUDA can lock as much)."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._is_short = False  # once a host lacked memory
+        self._pins = mesh.device.type == "cuda"
         self._parts: dict[str, Tensor] = {}
 
     @torch.no_grad()
@@ -38,7 +40,7 @@ class HostCopy:
         self._is_short = self._is_short or self._lacks_room(sum(p.nbytes for p in new.values()))
         if self._is_short:
             return {}
-        self._parts |= {name: _buffer(part) for name, part in new.items()}
+        self._parts |= {name: self._buffer(part) for name, part in new.items()}
         for name, part in parts.items():
             self._parts[name].copy_(part, non_blocking=True)
         if self._mesh.device.type == "cuda":
@@ -59,8 +61,12 @@ class HostCopy:
             )
         return any_rank(on_host > room)
 
-
-def _buffer(part: Tensor) -> Tensor:
-    if not part.is_cuda:
-        return torch.empty_like(part)
-    return pinned_bytes(part.nbytes).view(part.dtype).view(part.shape)
+    def _buffer(self, part: Tensor) -> Tensor:
+        if self._pins:
+            try:
+                return pinned_bytes(part.nbytes).view(part.dtype).view(part.shape)
+            except ConfigError as error:
+                self._pins = False
+                problem, _, _ = str(error).partition(":")
+                logger.warning("training waits longer for copies for checkpoints: %s", problem)
+        return torch.empty_like(part, device="cpu")

@@ -183,6 +183,5 @@ def _unlock(address: int, _memory: mmap.mmap) -> None:
 def _too_little(nbytes: int, problem: str) -> ConfigError:
     return ConfigError(
         f"{nbytes} bytes of host memory cannot be page-locked ({problem}): train.offload needs as "
-        "much of it as it takes from the GPU, and train.checkpoint_every as a checkpoint has; set "
-        "train.offload to 'optimizer' or 'none', or train.checkpoint_every to 0"
+        "much of it as it takes from the GPU; set it to 'optimizer' or 'none'"
     )
