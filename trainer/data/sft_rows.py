@@ -252,6 +252,12 @@ def _prefix_spans(
         return tokenizer.render_whole(before, variables, asks_for_answer=asks_for_answer)
 
     text = render(len(chat.messages), asks_for_answer=False)
+    if chat.learned[0] == 0:
+        raise DataError(
+            "message 1 (assistant) has nothing before it, so that its tokens are not known: give "
+            "it a weight of 0 to learn the others, or mark the assistant's messages in the "
+            "template with {% generation %}"
+        )
     spans: list[tuple[int, int]] = []
     for idx in chat.learned:
         before = render(idx, asks_for_answer=True)

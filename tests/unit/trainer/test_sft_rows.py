@@ -219,6 +219,19 @@ def test_a_template_that_leaves_out_tools_is_refused(
         rows().tokenize("row 7", row, tokenizer_of(tmp_path, PLAIN))
 
 
+def test_a_chat_that_the_assistant_begins_is_learned_but_for_its_beginning(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path, "{{ messages[0].role[:0] }}" + PLAIN)
+    begun = {"role": "assistant", "content": "Hi"}
+
+    row = rows().tokenize("row", {"messages": [{**begun, "weight": 0}, *CHAT[:2]]}, tokenizer)
+
+    assert learned(tokenizer, row) == [f"hm|2{END}"]
+    with pytest.raises(
+        DataError, match=r"row 7: message 1 \(assistant\) has nothing before it, .*: gi"
+    ):
+        rows().tokenize("row 7", {"messages": [begun, *CHAT[:2]]}, tokenizer)
+
+
 @pytest.mark.parametrize(
     "mark", [{"weight": 0}, {"loss": 0}, {"train": False}, {"trainable": False}]
 )
