@@ -45,7 +45,10 @@ def compile_blocks(model: nn.Module) -> None:
     dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, _MAX_VARIANTS)
     for block in blocks:
         any_block: Any = block
-        any_block.forward = CompiledFunction(any_block.forward)
+        compiled = CompiledFunction(any_block.forward)
+        # By default torch makes a block's numbers inputs, finds that some cannot be, and compiles
+        # all of it a second time. No cache keeps the first attempt.
+        any_block.forward = dynamo.config.patch(specialize_float=True)(compiled)
 
 
 class CompiledFunction:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -20,7 +22,7 @@ from training_models import make_model, save_model
 from umbra.trainer.algorithms.base import load_loss
 from umbra.trainer.config.trainer_config import TrainSection
 from umbra.trainer.data.train_batch import PROXIMAL_LOGPROBS
-from umbra.trainer.model.model_loading import load_model
+from umbra.trainer.model.model_loading import load_model, replace_head
 from umbra.trainer.model.packed_attention import PACKED_ATTENTION, register_packed_attention
 from umbra.trainer.model.train_model import PreparedModel, TrainModel
 from umbra.trainer.objective import PolicyObjective
@@ -98,6 +100,29 @@ def test_a_model_that_changes_its_logits_scores_by_its_own(mesh: DeviceMesh) -> 
 
     wanted = expected.gather(1, torch.tensor(completion)[:, None])[:, 0]
     torch.testing.assert_close(scores.logprobs, wanted, atol=1e-5, rtol=0)
+
+
+@pytest.mark.filterwarnings("default")  # torch warns while it compiles
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_sharded_blocks_are_compiled_once_for_all(
+    num_layers: int, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library: Any = torch
+    monkeypatch.setattr(torch, "compile", partial(library.compile, backend="aot_eager"))
+    library._dynamo.reset()
+    attempts = library._dynamo.utils.counters["aot_autograd"]
+    before = attempts["total"]
+    model = make_model("qwen3", num_hidden_layers=num_layers)
+    replace_head(model, torch.float32)  # whose scores are not compiled
+    passes = replace(PASSES, compiles=True)
+    critic = TrainModel(PreparedModel(model, False, is_critic=True), mesh, passes, TRAIN)
+
+    for lens in ([5, 9], [7, 4]):
+        batch = make_batch(random_samples(2, [4, 6], lens, group_size=1))
+        ((micro_batch,),) = builder(packed=False).build(batch)
+        critic.backward(critic.score(micro_batch).logprobs.sum(), is_last=True)
+
+    assert attempts["total"] - before == 1
 
 
 class Waits(TorchDispatchMode):
