@@ -118,3 +118,21 @@ def test_a_rank_without_room_makes_all_engines_sleep_from_then_on(
     # Engines generate beside what it has cached since the step before.
     released = [output.count(f"rank {rank} releases its cache") for rank in (0, 1)]
     assert released[1] == released[0] + 1, output
+
+
+def test_ranks_give_up_kept_logits_before_engines_sleep(
+    folder: Path, rewards_asleep: list[float]
+) -> None:
+    rewards, events, output = trained(
+        folder,
+        "pool.sleep=none",
+        program="short_trainer",
+        environ={"SHORT_AT": "3", "SHORT_KEEPS": "1"},
+    )
+
+    assert rewards == rewards_asleep
+    first, second = "it computes logits twice", "engines sleep while the trainer computes"
+    assert output.count(first) == output.count(second) == 1, output
+    # The second lack, in the fifth step, is that of engines awake again.
+    assert output.index(first) < output.index(second), output
+    assert freed(events) == [BOTH] * STEPS
