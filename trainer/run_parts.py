@@ -389,6 +389,11 @@ class TrainingRun:
     def leave_results(self) -> None:
         """Writes export, summary, plot and report."""
         self._stop.disarm()
+        if self._evaluating is not None:
+            self._display.note(
+                f"the evaluation after step {self._evaluating[0]} was not finished, and is lost: a "
+                "resume evaluates by train.eval_at_start"
+            )
         if seen_nbytes := self._gpu_memory.seen_nbytes:
             self._display.note("GPU memory, planned and (seen in the last step):")
             for line in self._plan.placement.table(self._plan.memory.columns(seen_nbytes)):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
-from test_lone_signals import REACH_LIMIT_S, held_run
+from test_lone_signals import REACH_LIMIT_S, check_stopped, held_run
 from whole_runs import END_LIMIT_S
 
 from umbra.trainer.reporting.metrics_loggers import read_metrics
@@ -43,3 +45,15 @@ def test_training_continues_beside_an_evaluation_up_to_the_next_one(folder: Path
     shares = [row.get("eval/later_tokens_share") for row in evaluated]
     assert shares[2] is None  # the last one has the weights that are exported
     assert all(share is not None and 0 <= share <= 1 for share in shares[:2])
+
+
+def test_a_stop_names_the_evaluation_that_it_does_not_wait_for(folder: Path) -> None:
+    settings = ("pool.mode=standalone", "train.eval_beside=true", "train.eval_every=1000")
+    (folder / "held").mkdir()
+    (folder / "held" / "evaluation").touch()
+    with held_run(folder, *settings) as (run, _):
+        run.wait_for_step(2, 2 * REACH_LIMIT_S)
+        os.kill(run.pid_of("rank 1"), signal.SIGTERM)
+        check_stopped(run, signal.SIGTERM)
+
+        assert "the evaluation after step 0 was not finished, and is lost" in run.output
