@@ -363,7 +363,8 @@ COMMANDS: Final = (
                 "--compare",
                 nargs=2,
                 metavar=("A", "B"),
-                help="two results.json of the same prompts to compare, instead of an evaluation",
+                help="two results.json of the same prompts, or the run.dir of each, to compare "
+                "instead of an evaluation",
             ),
             Argument(
                 "--checkpoint",

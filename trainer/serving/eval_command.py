@@ -258,6 +258,8 @@ def comparison(path_a: Path, path_b: Path) -> list[list[str]]:
 
 
 def _read(path: Path) -> StoredResults:
+    """`path` may also be the `run.dir` of the evaluation."""
+    path = path / "eval" / "results.json" if path.is_dir() else path
     try:
         return TypeAdapter(StoredResults).validate_json(path.read_bytes())
     except OSError as error:

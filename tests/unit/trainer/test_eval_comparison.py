@@ -90,6 +90,16 @@ def test_results_of_other_prompts_are_refused_by_name(tmp_path: Path) -> None:
         comparison(a, renamed)
 
 
+def test_results_are_found_in_run_directories(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name / "eval").mkdir(parents=True)
+        write_results(tmp_path / name / "eval" / "results.json", {"eval": [1, 0]})
+
+    assert comparison(tmp_path / "a", tmp_path / "b")
+    with pytest.raises(ConfigError, match=r"/eval/results\.json cannot be read: No such file"):
+        comparison(tmp_path / "a", tmp_path)
+
+
 def test_results_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
     a = write_results(tmp_path / "a", {"eval": [1, 0]})
     sampled = write_results(tmp_path / "sampled", {"eval": [1, 0]}, num_each=4)
