@@ -52,7 +52,7 @@ class DecoderModel:
             targets: [M] int64, these tokens.
         """
         hidden = self._run(token_ids, lambda idx, key, value: None).index_select(0, places)
-        step = max(1, _MAX_LOGITS // self.config.vocab_size)
+        step = _MAX_LOGITS // self.config.vocab_size
         found: list[Tensor] = []
         for start in range(0, len(targets), step):
             part = slice(start, start + step)

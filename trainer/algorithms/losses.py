@@ -255,7 +255,7 @@ def token_weights(
         case "token":
             per_sample = torch.full_like(sample_lens, 1.0 / num_tokens_global, dtype=torch.float32)
         case "sequence":
-            per_sample = 1.0 / (num_samples_global * sample_lens.clamp(min=1).float())
+            per_sample = 1.0 / (num_samples_global * sample_lens.float())
         case "constant":
             share = 1.0 / (num_samples_global * max_new_tokens)
             per_sample = torch.full_like(sample_lens, share, dtype=torch.float32)

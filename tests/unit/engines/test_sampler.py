@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -176,6 +178,13 @@ def serving(version: int) -> EngineGate:
     gate = EngineGate()
     gate.start_serving(version)
     return gate
+
+
+def test_memory_of_no_such_name_neither_sleeps_nor_wakes() -> None:
+    tags: Any = ["weights", "cache"]
+    for change in (lambda: serving(3).sleep(1, tags), lambda: serving(3).wake(tags)):
+        with pytest.raises(ValueError, match=r"unknown tags \['cache'\]"):
+            change()
 
 
 def test_an_abort_without_an_update_leaves_the_version() -> None:

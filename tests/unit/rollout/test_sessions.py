@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from async_tests import on_a_loop
 from dispatch_bench import A, Bench, delta
+from ledger_replay import replay
 from rollout_samples import make_trajectory
 
-from umbra.runtime.errors import LedgerError, RequestRefused, RolloutError
+from umbra.runtime.errors import LedgerError, RequestRefused, RolloutError, UmbraError
 from umbra.runtime.rollout.agents.agent_sessions import AgentSessions
 from umbra.runtime.rollout.dispatch.trajectory import Group
+from umbra.runtime.rollout.ledger.ledger_history import read_history
 from umbra.runtime.rollout.ledger.recorder import Recorder
 from umbra.runtime.rollout.rollout_config import SamplingOptions
 
@@ -28,10 +31,12 @@ class Loop:
     The token at completion position i is 10 + i, whoever generates it.
     """
 
-    def __init__(self, vocab_size: int = 0, stop: Sequence[str] = ()) -> None:
-        self.bench = Bench(stop=stop)
+    def __init__(
+        self, vocab_size: int = 0, stop: Sequence[str] = (), recorder: Recorder | None = None
+    ) -> None:
+        self.bench = Bench(recorder=recorder, stop=stop)
         self.inbox = self.bench.serve(A)
-        recorder = Recorder(None, self.bench.failures.append)
+        recorder = recorder or Recorder(None, self.bench.failures.append)
         self.sessions = AgentSessions(self.bench.dispatcher, recorder, vocab_size)
         self.trajectory = make_trajectory(PROMPT.tolist(), budget=100)
         self.group = Group("e0/p", [self.trajectory])
@@ -270,6 +275,25 @@ async def test_a_prompt_of_the_loops_own_is_replayed_too() -> None:
     session = loop.open()
     await loop.turn(session, [8])
     assert loop.trajectory.prompt_tokens.tolist() == [8]
+
+
+@on_a_loop
+async def test_the_ledger_has_a_loops_own_prompt_on_another_path_too(tmp_path: Path) -> None:
+    failures: list[UmbraError] = []
+    async with Recorder(tmp_path, failures.append) as recorder:
+        loop = Loop(recorder=recorder)
+        recorder.admitted(loop.group, 0, 0)
+        for said in (70, 80):
+            session = loop.open()
+            first = [7, 7, *await loop.turn(session, [7, 7])]
+            await loop.turn(session, [*first, said])
+        await recorder.durable()
+
+    account = replay(read_history(tmp_path).entries).sample(loop.trajectory.uid)
+    assert account.prompt is not None
+    assert account.prompt.tolist() == [7, 7]
+    assert account.tokens.tolist() == loop.trajectory.tokens.tolist()
+    assert failures == []
 
 
 def test_a_prompt_that_is_too_long_for_the_ledger_is_refused_each_time(

@@ -261,6 +261,9 @@ def test_a_critic_that_could_not_read_every_completion_is_refused(
 
     if not said:
         check_setup(config, environment())
+        Path("critic/model.safetensors").unlink()
+        with pytest.raises(DataError, match=r"^critic\.path: "):
+            check_setup(config, environment())
         return
     with pytest.raises(ConfigError, match=rf"^critic\.path: .*{said}"):
         check_setup(config, environment())
