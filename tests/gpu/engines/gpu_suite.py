@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from conformance_runs import MakeEngine, requests, results_of, weights
-from engine_runs import Completion, run_async, running
+from engine_runs import Completion, on_the_engines_loop, run_async, running
 from ipc_pool import EngineInPool, pool_of, rank_processes
 from local_sync import publish
 from torch import Tensor
@@ -53,53 +53,50 @@ class Reference:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
-def test_logprobs_are_those_of_transformers(
+@on_the_engines_loop
+async def test_logprobs_are_those_of_transformers(
     make_engine: MakeEngine, reference: Reference, temperature: float
 ) -> None:
-    async def body() -> None:
-        engine = make_engine()
-        async with running(engine):
-            # Two more of another temperature, so that a batch has both kinds.
-            asked = requests(6, max_new_tokens=40, temperature=temperature)
-            asked += [r | {"temperature": 1.0 - temperature} for r in requests(8)[6:]]
-            results = await results_of(engine, asked)
-            worst = torch.cat(
-                [
-                    reference.errors(request, results[request["id"]], 0, request["temperature"])
-                    for request in asked
-                ]
-            )
-        print(f"temperature {temperature}: worst {worst.max():.1e}, mean {worst.mean():.1e}")
-        assert worst.max() < reference.atol
-
-    run_async(body)
+    engine = make_engine()
+    async with running(engine):
+        # Two more of another temperature, so that a batch has both kinds.
+        asked = requests(6, max_new_tokens=40, temperature=temperature)
+        asked += [r | {"temperature": 1.0 - temperature} for r in requests(8)[6:]]
+        results = await results_of(engine, asked)
+        worst = torch.cat(
+            [
+                reference.errors(request, results[request["id"]], 0, request["temperature"])
+                for request in asked
+            ]
+        )
+    print(f"temperature {temperature}: worst {worst.max():.1e}, mean {worst.mean():.1e}")
+    assert worst.max() < reference.atol
 
 
-def test_an_update_brings_logprobs_of_the_new_weights(
+@on_the_engines_loop
+async def test_an_update_brings_logprobs_of_the_new_weights(
     make_engine: MakeEngine, reference: Reference, model_kind: str, tmp_path: Path
 ) -> None:
-    async def body() -> None:
-        engine = make_engine()
-        async with running(engine):
-            asked = requests(4, max_new_tokens=24, temperature=0.0)
-            for version in range(3):
-                if version:
-                    await engine.pause("keep")
-                    await publish(engine, weights(model_kind, version), version, tmp_path)
-                for turn in range(2):  # the second time with cached prefixes
-                    results = await results_of(engine, asked)
-                    for request in asked:
-                        completion = results[request["id"]]
-                        errors = reference.errors(request, completion, version, 0.0)
-                        assert errors.max() < reference.atol, (version, turn, errors)
-                        assert set(completion.versions) == {version}
-                    others = reference.errors(asked[0], results[0], version + 1, 0.0)
-                    assert others.max() > 4 * reference.atol, "too much alike to tell"
-
-    run_async(body)
+    engine = make_engine()
+    async with running(engine):
+        asked = requests(4, max_new_tokens=24, temperature=0.0)
+        for version in range(3):
+            if version:
+                await engine.pause("keep")
+                await publish(engine, weights(model_kind, version), version, tmp_path)
+            for turn in range(2):  # the second time with cached prefixes
+                results = await results_of(engine, asked)
+                for request in asked:
+                    completion = results[request["id"]]
+                    errors = reference.errors(request, completion, version, 0.0)
+                    assert errors.max() < reference.atol, (version, turn, errors)
+                    assert set(completion.versions) == {version}
+                others = reference.errors(asked[0], results[0], version + 1, 0.0)
+                assert others.max() > 4 * reference.atol, "too much alike to tell"
 
 
-def test_replayed_weights_generate_exactly_as_loaded_ones(
+@on_the_engines_loop
+async def test_replayed_weights_generate_exactly_as_loaded_ones(
     make_engine: MakeEngine, model_kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The first update records a plan; later ones replay it, also after a sleep that loses the
@@ -113,28 +110,25 @@ def test_replayed_weights_generate_exactly_as_loaded_ones(
     def plans() -> list[str]:
         return [text for text in caplog.messages if "recorded a load" in text]
 
-    async def body() -> None:
-        engine = make_engine()
-        async with running(engine):
-            asked = requests(4, max_new_tokens=24, temperature=0.0)
-            results: list[list[Completion]] = []
-            for version, seed in enumerate((1, 2, 1), start=1):
-                # In an order of its own, so that a plan of an earlier test does not fit.
-                tensors = dict(reversed(weights(model_kind, seed).items()))
-                await engine.pause("abort")
-                if version == 3:
-                    await engine.sleep(2)
-                    await engine.wake(["weights", "kv_cache"])
-                await publish(engine, tensors, version, tmp_path)
-                results.append([(await results_of(engine, [each]))[each["id"]] for each in asked])
-                assert len(plans()) == 1
-        assert "the engine's loader for 0 layers" in plans()[0]
-        for loaded, other, replayed in zip(*results, strict=True):
-            assert replayed.tokens == loaded.tokens
-            assert replayed.logprobs == loaded.logprobs
-            assert other.logprobs != loaded.logprobs
-
-    run_async(body)
+    engine = make_engine()
+    async with running(engine):
+        asked = requests(4, max_new_tokens=24, temperature=0.0)
+        results: list[list[Completion]] = []
+        for version, seed in enumerate((1, 2, 1), start=1):
+            # In an order of its own, so that a plan of an earlier test does not fit.
+            tensors = dict(reversed(weights(model_kind, seed).items()))
+            await engine.pause("abort")
+            if version == 3:
+                await engine.sleep(2)
+                await engine.wake(["weights", "kv_cache"])
+            await publish(engine, tensors, version, tmp_path)
+            results.append([(await results_of(engine, [each]))[each["id"]] for each in asked])
+            assert len(plans()) == 1
+    assert "the engine's loader for 0 layers" in plans()[0]
+    for loaded, other, replayed in zip(*results, strict=True):
+        assert replayed.tokens == loaded.tokens
+        assert replayed.logprobs == loaded.logprobs
+        assert other.logprobs != loaded.logprobs
 
 
 @pytest.fixture(scope="session")
@@ -146,48 +140,44 @@ def cuda_context() -> None:
 
 @pytest.mark.usefixtures("cuda_context")
 @pytest.mark.parametrize("level", [1, 2])
-def test_sleep_gives_device_memory_back(
+@on_the_engines_loop
+async def test_sleep_gives_device_memory_back(
     make_engine: MakeEngine, model_kind: str, tmp_path: Path, level: Any
 ) -> None:
     def free_nbytes() -> int:
         """On all devices: an engine's workers have one each."""
         return sum(torch.cuda.mem_get_info(idx)[0] for idx in range(torch.cuda.device_count()))
 
-    async def body() -> None:
-        engine = make_engine()
-        async with running(engine):
-            asked = requests(8, temperature=0.0)
-            before = await results_of(engine, asked)
-            stats, free_awake = await engine.stats(), free_nbytes()
-            await engine.pause("abort")
+    engine = make_engine()
+    async with running(engine):
+        asked = requests(8, temperature=0.0)
+        before = await results_of(engine, asked)
+        stats, free_awake = await engine.stats(), free_nbytes()
+        await engine.pause("abort")
 
-            await engine.sleep(level)
+        await engine.sleep(level)
 
-            freed = free_nbytes() - free_awake
-            held = stats["kv_nbytes"] + stats["weights_nbytes"]
-            print(f"level {level}: freed {freed / 2**20:.0f} MiB of {held / 2**20:.0f}")
-            assert held > 0
-            assert freed >= 0.95 * held
-            await engine.wake(["weights", "kv_cache"])
-            if level == 2:
-                await publish(engine, weights(model_kind), 1, tmp_path)
-            else:
-                await engine.resume()
-            after = await results_of(engine, asked)
-        for i in range(8):
-            assert after[i].tokens == before[i].tokens
-
-    run_async(body)
+        freed = free_nbytes() - free_awake
+        held = stats["kv_nbytes"] + stats["weights_nbytes"]
+        print(f"level {level}: freed {freed / 2**20:.0f} MiB of {held / 2**20:.0f}")
+        assert held > 0
+        assert freed >= 0.95 * held
+        await engine.wake(["weights", "kv_cache"])
+        if level == 2:
+            await publish(engine, weights(model_kind), 1, tmp_path)
+        else:
+            await engine.resume()
+        after = await results_of(engine, asked)
+    for i in range(8):
+        assert after[i].tokens == before[i].tokens
 
 
-def test_256_requests_at_once_come_back_whole(make_engine: MakeEngine) -> None:
-    async def body() -> None:
-        engine = make_engine()
-        async with running(engine):
-            results = await results_of(engine, requests(256, max_new_tokens=100))
-        assert all(len(results[i].tokens) == 100 for i in range(256))
-
-    run_async(body)
+@on_the_engines_loop
+async def test_256_requests_at_once_come_back_whole(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    async with running(engine):
+        results = await results_of(engine, requests(256, max_new_tokens=100))
+    assert all(len(results[i].tokens) == 100 for i in range(256))
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from engine_runs import (
     load_model,
     make_core,
     make_request,
-    run_async,
+    on_the_engines_loop,
     run_to_end,
     running,
     take,
@@ -82,7 +82,8 @@ def test_interrupted_on_cuda_goes_on_token_for_token(
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_sleep_gives_device_memory_back(
+@on_the_engines_loop
+async def test_sleep_gives_device_memory_back(
     model_folder: Callable[[str], Path], tmp_path: Path, level: Any
 ) -> None:
     def free_nbytes() -> int:
@@ -90,39 +91,36 @@ def test_sleep_gives_device_memory_back(
 
     torch.cuda.empty_cache()  # else the engine may lie within what other tests had
 
-    async def body() -> None:
-        engine = EmbeddedEngine(
-            model_path=str(model_folder("qwen3")),
-            device="cuda",
-            dtype="bfloat16",
-            max_context_len=512,
-            max_num_seqs=512,
-            kv_cache_num_tokens=1 << 20,
-            load_weights=True,
-        )
-        async with running(engine):
-            wanted = [wire_request(i, [i] * 40, temperature=0.0) for i in range(8)]
-            await engine.submit(wanted)
-            before = Collector()
-            await collect(engine, before, 8)
-            stats, free_awake = await engine.stats(), free_nbytes()
-            await engine.pause("abort")
+    engine = EmbeddedEngine(
+        model_path=str(model_folder("qwen3")),
+        device="cuda",
+        dtype="bfloat16",
+        max_context_len=512,
+        max_num_seqs=512,
+        kv_cache_num_tokens=1 << 20,
+        load_weights=True,
+    )
+    async with running(engine):
+        wanted = [wire_request(i, [i] * 40, temperature=0.0) for i in range(8)]
+        await engine.submit(wanted)
+        before = Collector()
+        await collect(engine, before, 8)
+        stats, free_awake = await engine.stats(), free_nbytes()
+        await engine.pause("abort")
 
-            await engine.sleep(level)
+        await engine.sleep(level)
 
-            freed = free_nbytes() - free_awake
-            assert stats["kv_nbytes"] >= 1 << 28
-            assert freed >= 0.9 * stats["kv_nbytes"]
-            await engine.wake(["kv_cache", "weights"])
-            if level == 2:
-                model = make_model("qwen3").bfloat16()
-                await publish(engine, dict(model.named_parameters()), 1, tmp_path)
-            else:
-                await engine.resume()
-            await engine.submit(wanted)
-            after = Collector()
-            await collect(engine, after, 8)
-            for i in range(8):
-                assert after[i].tokens == before[i].tokens
-
-    run_async(body)
+        freed = free_nbytes() - free_awake
+        assert stats["kv_nbytes"] >= 1 << 28
+        assert freed >= 0.9 * stats["kv_nbytes"]
+        await engine.wake(["kv_cache", "weights"])
+        if level == 2:
+            model = make_model("qwen3").bfloat16()
+            await publish(engine, dict(model.named_parameters()), 1, tmp_path)
+        else:
+            await engine.resume()
+        await engine.submit(wanted)
+        after = Collector()
+        await collect(engine, after, 8)
+        for i in range(8):
+            assert after[i].tokens == before[i].tokens

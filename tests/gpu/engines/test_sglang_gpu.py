@@ -15,7 +15,7 @@ import torch
 from adapter_fixtures import *  # noqa: F403 - the fixtures
 from conformance_runs import MakeEngine, requests, results_of, weights
 from conformance_suite import *  # noqa: F403 - the tests
-from engine_runs import Collector, run_async, running
+from engine_runs import Collector, on_the_engines_loop, running
 from gpu_suite import *  # noqa: F403 - the tests
 from gpu_suite import Reference
 from local_sync import publish
@@ -92,7 +92,8 @@ async def failure_of(publishing: Coroutine[Any, Any, object]) -> str:
         (without_norm, "model.norm.weight"),
     ],
 )
-def test_weights_that_do_not_fit_are_never_served_and_spoil_no_later_update(
+@on_the_engines_loop
+async def test_weights_that_do_not_fit_are_never_served_and_spoil_no_later_update(
     make_engine: MakeEngine,
     reference: Reference,
     model_kind: str,
@@ -102,101 +103,91 @@ def test_weights_that_do_not_fit_are_never_served_and_spoil_no_later_update(
 ) -> None:
     asked = requests(2, max_new_tokens=12, temperature=0.0)
 
-    async def body() -> None:
-        engine = make_engine()
-        async with running(engine):
-            tensors = change(weights(model_kind, 1))
-            assert text in await failure_of(publish(engine, tensors, 1, tmp_path))
-            with pytest.raises(EngineError, match="PENDING_WEIGHTS"):
-                await engine.submit(asked)
+    engine = make_engine()
+    async with running(engine):
+        tensors = change(weights(model_kind, 1))
+        assert text in await failure_of(publish(engine, tensors, 1, tmp_path))
+        with pytest.raises(EngineError, match="PENDING_WEIGHTS"):
+            await engine.submit(asked)
 
-            await publish(engine, weights(model_kind, 2), 2, tmp_path)
+        await publish(engine, weights(model_kind, 2), 2, tmp_path)
 
-            results = await results_of(engine, asked)
-        for request in asked:
-            errors = reference.errors(request, results[request["id"]], 2, 0.0)
-            assert errors.max() < reference.atol
-
-    run_async(body)
+        results = await results_of(engine, asked)
+    for request in asked:
+        errors = reference.errors(request, results[request["id"]], 2, 0.0)
+        assert errors.max() < reference.atol
 
 
 @pytest.mark.parametrize("mode", ["abort", "keep"])
-def test_a_pause_takes_no_second_while_64_requests_run(make_engine: MakeEngine, mode: Any) -> None:
-    async def body() -> None:
-        engine = make_engine()
-        collector = Collector()
-        async with running(engine), aclosing(engine.deltas()) as batches:
-            await engine.submit(requests(64, max_new_tokens=400))
-            while not collector[63].tokens:
-                collector.apply(await anext(batches))
+@on_the_engines_loop
+async def test_a_pause_takes_no_second_while_64_requests_run(
+    make_engine: MakeEngine, mode: Any
+) -> None:
+    engine = make_engine()
+    collector = Collector()
+    async with running(engine), aclosing(engine.deltas()) as batches:
+        await engine.submit(requests(64, max_new_tokens=400))
+        while not collector[63].tokens:
+            collector.apply(await anext(batches))
 
-            started = time.perf_counter()
-            await engine.pause(mode)
-            paused = time.perf_counter()
-            await engine.resume()
-            resumed = time.perf_counter()
+        started = time.perf_counter()
+        await engine.pause(mode)
+        paused = time.perf_counter()
+        await engine.resume()
+        resumed = time.perf_counter()
 
-        print(
-            f"pause {mode}: {(paused - started) * 1e3:.1f} ms, "
-            f"resume {(resumed - paused) * 1e3:.1f} ms"
-        )
-        assert paused - started < 0.5
-
-    run_async(body)
-
-
-def test_ids_that_begin_alike_are_not_aborted_together(make_engine: MakeEngine) -> None:
-    async def body() -> None:
-        engine = make_engine()
-        collector = Collector()
-        async with running(engine), aclosing(engine.deltas()) as batches:
-            asked = requests(16, max_new_tokens=100)
-            await engine.submit([r | {"id": 1 if i == 0 else 10 + i} for i, r in enumerate(asked)])
-            await engine.abort([1])
-            while collector.num_finished() < 16:
-                collector.apply(await anext(batches))
-
-        reasons = [collector[10 + i].reason for i in range(1, 16)]
-        assert collector[1].reason == "abort"
-        assert reasons == ["length"] * 15
-
-    run_async(body)
+    print(
+        f"pause {mode}: {(paused - started) * 1e3:.1f} ms, resume {(resumed - paused) * 1e3:.1f} ms"
+    )
+    assert paused - started < 0.5
 
 
-def test_prompt_plus_budget_may_fill_the_whole_context(make_engine: MakeEngine) -> None:
-    async def body() -> None:
-        engine = make_engine()
-        async with running(engine):
-            (request,) = requests(1)
-            budget = 512 - len(request["tokens"])
-            results = await results_of(engine, [request | {"max_new_tokens": budget}])
-        assert len(results[0].tokens) == budget
+@on_the_engines_loop
+async def test_ids_that_begin_alike_are_not_aborted_together(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    collector = Collector()
+    async with running(engine), aclosing(engine.deltas()) as batches:
+        asked = requests(16, max_new_tokens=100)
+        await engine.submit([r | {"id": 1 if i == 0 else 10 + i} for i, r in enumerate(asked)])
+        await engine.abort([1])
+        while collector.num_finished() < 16:
+            collector.apply(await anext(batches))
 
-    run_async(body)
+    reasons = [collector[10 + i].reason for i in range(1, 16)]
+    assert collector[1].reason == "abort"
+    assert reasons == ["length"] * 15
+
+
+@on_the_engines_loop
+async def test_prompt_plus_budget_may_fill_the_whole_context(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    async with running(engine):
+        (request,) = requests(1)
+        budget = 512 - len(request["tokens"])
+        results = await results_of(engine, [request | {"max_new_tokens": budget}])
+    assert len(results[0].tokens) == budget
 
 
 @pytest.mark.usefixtures("cuda_context")
 @pytest.mark.parametrize("part", ["kv_cache", "weights"])
-def test_one_part_alone_gives_its_memory_back(
+@on_the_engines_loop
+async def test_one_part_alone_gives_its_memory_back(
     make_engine: MakeEngine, model_kind: str, tmp_path: Path, part: Tag
 ) -> None:
-    async def body() -> None:
-        engine = make_engine()
-        async with running(engine):
-            asked = requests(8, temperature=0.0)
-            before = await results_of(engine, asked)
-            stats = await engine.stats()
-            free_awake, _ = torch.cuda.mem_get_info()
-            await engine.pause("abort")
+    engine = make_engine()
+    async with running(engine):
+        asked = requests(8, temperature=0.0)
+        before = await results_of(engine, asked)
+        stats = await engine.stats()
+        free_awake, _ = torch.cuda.mem_get_info()
+        await engine.pause("abort")
 
-            await engine.sleep(2, [part])
+        await engine.sleep(2, [part])
 
-            freed = torch.cuda.mem_get_info()[0] - free_awake
-            size = stats["kv_nbytes"] if part == "kv_cache" else stats["weights_nbytes"]
-            assert 0.95 * size <= freed <= 1.05 * size + (64 << 20)
-            await publish(engine, weights(model_kind), 1, tmp_path)
-            after = await results_of(engine, asked)
-        for i in range(8):
-            assert after[i].tokens == before[i].tokens
-
-    run_async(body)
+        freed = torch.cuda.mem_get_info()[0] - free_awake
+        size = stats["kv_nbytes"] if part == "kv_cache" else stats["weights_nbytes"]
+        assert 0.95 * size <= freed <= 1.05 * size + (64 << 20)
+        await publish(engine, weights(model_kind), 1, tmp_path)
+        after = await results_of(engine, asked)
+    for i in range(8):
+        assert after[i].tokens == before[i].tokens

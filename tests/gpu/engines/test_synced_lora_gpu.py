@@ -12,7 +12,7 @@ import torch
 import vllm_runs
 from adapter_factory import read_adapter, save_adapter
 from adapter_runs import SharedCore, SharedEngine
-from engine_runs import run_async, running
+from engine_runs import on_the_engines_loop, run_async, running
 from ipc_pool import EngineInPool, pool_of, rank_processes
 from local_sync import publish
 from lora_runs import check_all
@@ -124,21 +124,19 @@ def test_experts_in_vllm_have_the_adapter_of_the_last_sync(
         run_async(lambda: body(core))
 
 
-def test_the_model_and_its_adapter_survive_a_sleep_at_level_1(
+@on_the_engines_loop
+async def test_the_model_and_its_adapter_survive_a_sleep_at_level_1(
     engine: SharedEngine, adapters: dict[str, Path], tmp_path: Path
 ) -> None:
-    async def body() -> None:
-        async with running(engine):
-            for version, name in enumerate(["some", "all"], start=1):
-                if version > 1:
-                    await engine.pause("abort")
-                tensors, spec = read_adapter(adapters[name])
-                await publish(engine, tensors, version, tmp_path, lora=spec)
+    async with running(engine):
+        for version, name in enumerate(["some", "all"], start=1):
+            if version > 1:
                 await engine.pause("abort")
-                await engine.sleep(1)
-                await engine.wake(["weights"])
-                await engine.wake(["kv_cache"])
-                await engine.resume()
-                await check_all(engine, KIND, name, adapters, TOLERANCE)
-
-    run_async(body)
+            tensors, spec = read_adapter(adapters[name])
+            await publish(engine, tensors, version, tmp_path, lora=spec)
+            await engine.pause("abort")
+            await engine.sleep(1)
+            await engine.wake(["weights"])
+            await engine.wake(["kv_cache"])
+            await engine.resume()
+            await check_all(engine, KIND, name, adapters, TOLERANCE)

@@ -17,7 +17,15 @@ from typing import Any
 import engine_runs
 import pytest
 import torch
-from engine_runs import Collector, collect, make_request, run_async, running, wire_request
+from engine_runs import (
+    Collector,
+    collect,
+    make_request,
+    on_the_engines_loop,
+    run_async,
+    running,
+    wire_request,
+)
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from umbra.engines.embedded.embedded_core import EngineCore
@@ -41,33 +49,31 @@ def run_program(code: str, *args: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_a_failing_step_fails_the_actor_every_call_and_the_stream(
+@on_the_engines_loop
+async def test_a_failing_step_fails_the_actor_every_call_and_the_stream(
     model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def explode(core: EngineCore) -> None:
         raise RuntimeError("the accelerator fell out of the slot")
 
-    async def body() -> None:
-        engine = EmbeddedEngine(
-            model_path=str(model_folder("qwen3")), max_context_len=64, load_weights=True
-        )
-        async with engine, asyncio.TaskGroup() as tasks:
-            life = tasks.create_task(asyncio.wait([tasks.create_task(outcome_of(engine.run()))]))
-            async with aclosing(engine.deltas()) as batches:
-                await anext(batches)
-                monkeypatch.setattr(EngineCore, "step", explode)
-                await engine.submit([wire_request(1, [1])])
-                with pytest.raises(EngineError, match="fell out of the slot"):
-                    await anext(batches)
+    engine = EmbeddedEngine(
+        model_path=str(model_folder("qwen3")), max_context_len=64, load_weights=True
+    )
+    async with engine, asyncio.TaskGroup() as tasks:
+        life = tasks.create_task(asyncio.wait([tasks.create_task(outcome_of(engine.run()))]))
+        async with aclosing(engine.deltas()) as batches:
+            await anext(batches)
+            monkeypatch.setattr(EngineCore, "step", explode)
+            await engine.submit([wire_request(1, [1])])
             with pytest.raises(EngineError, match="fell out of the slot"):
-                await engine.stats()
-            ((ended,), _) = await life
-            error = ended.result()
-            assert isinstance(error, EngineError)
-            assert "RuntimeError" in str(error)
-            assert error.__cause__ is not None
-
-    run_async(body)
+                await anext(batches)
+        with pytest.raises(EngineError, match="fell out of the slot"):
+            await engine.stats()
+        ((ended,), _) = await life
+        error = ended.result()
+        assert isinstance(error, EngineError)
+        assert "RuntimeError" in str(error)
+        assert error.__cause__ is not None
 
 
 async def outcome_of(running_forever: Any) -> BaseException | None:
@@ -98,7 +104,8 @@ async def outcome_of(running_forever: Any) -> BaseException | None:
         ({"num_threads": 0}, ConfigError, "num_threads"),
     ],
 )
-def test_a_wrong_setting_fails_the_start_by_name(
+@on_the_engines_loop
+async def test_a_wrong_setting_fails_the_start_by_name(
     model_folder: Callable[[str], Path],
     settings: dict[str, Any],
     kind: type[Exception],
@@ -108,12 +115,9 @@ def test_a_wrong_setting_fails_the_start_by_name(
         pytest.skip("this machine has a CUDA device")
     good: dict[str, Any] = {"model_path": str(model_folder("qwen3")), "max_context_len": 64}
 
-    async def body() -> None:
-        with pytest.raises(kind, match=text):
-            async with EmbeddedEngine(**(good | settings)):
-                pass
-
-    run_async(body)
+    with pytest.raises(kind, match=text):
+        async with EmbeddedEngine(**(good | settings)):
+            pass
 
 
 def test_a_context_beyond_the_machine_s_memory_fails_the_start_by_name(
@@ -135,7 +139,8 @@ def test_a_context_beyond_the_machine_s_memory_fails_the_start_by_name(
 
 
 @pytest.mark.slow
-def test_broken_weights_end_requests_with_an_error_not_the_engine(
+@on_the_engines_loop
+async def test_broken_weights_end_requests_with_an_error_not_the_engine(
     model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
     from local_sync import publish
@@ -144,70 +149,62 @@ def test_broken_weights_end_requests_with_an_error_not_the_engine(
     def tensors() -> dict[str, torch.Tensor]:
         return dict(make_model("qwen3").named_parameters())
 
-    async def body() -> None:
-        engine = EmbeddedEngine(model_path=str(model_folder("qwen3")), max_context_len=64)
-        async with running(engine):
-            broken = {name: torch.full_like(t, float("nan")) for name, t in tensors().items()}
-            await publish(engine, broken, 1, tmp_path)
-            await engine.submit([wire_request(1, [1, 2])])
-            collector = Collector()
-            await collect(engine, collector, 1)
-            await publish(engine, tensors(), 2, tmp_path)
-            await engine.submit([wire_request(2, [1, 2])])
-            await collect(engine, collector, 2)
+    engine = EmbeddedEngine(model_path=str(model_folder("qwen3")), max_context_len=64)
+    async with running(engine):
+        broken = {name: torch.full_like(t, float("nan")) for name, t in tensors().items()}
+        await publish(engine, broken, 1, tmp_path)
+        await engine.submit([wire_request(1, [1, 2])])
+        collector = Collector()
+        await collect(engine, collector, 1)
+        await publish(engine, tensors(), 2, tmp_path)
+        await engine.submit([wire_request(2, [1, 2])])
+        await collect(engine, collector, 2)
 
-        assert collector[1].reason is not None
-        assert collector[1].reason.startswith("error: ")
-        assert collector[1].tokens == []
-        assert collector[2].reason == "length"
-
-    run_async(body)
+    assert collector[1].reason is not None
+    assert collector[1].reason.startswith("error: ")
+    assert collector[1].tokens == []
+    assert collector[2].reason == "length"
 
 
-def test_a_request_that_has_ended_is_delivered_before_the_next_tick(
+@on_the_engines_loop
+async def test_a_request_that_has_ended_is_delivered_before_the_next_tick(
     model_folder: Callable[[str], Path],
 ) -> None:
     """A tool or the next turn of an agent waits for it, while other requests continue."""
-
-    async def body() -> None:
-        engine = EmbeddedEngine(
-            model_path=str(model_folder("qwen3")),
-            max_context_len=500,
-            tick_ms=1e6,
-            load_weights=True,
-        )
-        async with running(engine), aclosing(engine.deltas()) as batches:
-            await engine.submit([wire_request(i, [1], max_new_tokens=480) for i in range(8)])
-            await engine.submit([wire_request(8, [1], max_new_tokens=20)])
-            collector = Collector()
-            while collector[8].reason is None:
-                collector.apply(await anext(batches))
-            stats = await engine.stats()
-        assert (collector[8].reason, len(collector[8].tokens)) == ("length", 20)
-        assert stats["running"] == 8
-
-    run_async(body)
+    engine = EmbeddedEngine(
+        model_path=str(model_folder("qwen3")),
+        max_context_len=500,
+        tick_ms=1e6,
+        load_weights=True,
+    )
+    async with running(engine), aclosing(engine.deltas()) as batches:
+        await engine.submit([wire_request(i, [1], max_new_tokens=480) for i in range(8)])
+        await engine.submit([wire_request(8, [1], max_new_tokens=20)])
+        collector = Collector()
+        while collector[8].reason is None:
+            collector.apply(await anext(batches))
+        stats = await engine.stats()
+    assert (collector[8].reason, len(collector[8].tokens)) == ("length", 20)
+    assert stats["running"] == 8
 
 
-def test_a_cancelled_pause_leaves_an_engine_that_answers(
+@on_the_engines_loop
+async def test_a_cancelled_pause_leaves_an_engine_that_answers(
     model_folder: Callable[[str], Path],
 ) -> None:
-    async def body() -> None:
-        engine = EmbeddedEngine(
-            model_path=str(model_folder("qwen3")), max_context_len=500, load_weights=True
-        )
-        async with running(engine):
-            await engine.submit([wire_request(i, [1], max_new_tokens=490) for i in range(9)])
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.01):
-                    await engine.pause("drain")
+    engine = EmbeddedEngine(
+        model_path=str(model_folder("qwen3")), max_context_len=500, load_weights=True
+    )
+    async with running(engine):
+        await engine.submit([wire_request(i, [1], max_new_tokens=490) for i in range(9)])
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await engine.pause("drain")
 
-            await engine.resume()
+        await engine.resume()
 
-            assert (await engine.stats())["running"] == 9
-            assert await engine.abort(None) == 9
-
-    run_async(body)
+        assert (await engine.stats())["running"] == 9
+        assert await engine.abort(None) == 9
 
 
 def test_requests_of_one_call_share_their_prompt_s_prefill(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from adapter_factory import read_adapter, save_adapter
 from conformance_suite import VOCAB_SIZE
-from engine_runs import Collector, Engine, run_async, running
+from engine_runs import Collector, Engine, on_the_engines_loop, running
 from local_sync import publish
 from lora_runs import asked_of_each, check_all
 
@@ -53,31 +53,30 @@ async def publish_adapter(engine: Engine, adapter: Path, version: int, folder: P
     assert outcome.mismatches == []
 
 
-def test_every_request_has_the_adapter_of_the_last_sync(
+@on_the_engines_loop
+async def test_every_request_has_the_adapter_of_the_last_sync(
     model_folder: Callable[[str], Path],
     model_kind: str,
     adapters: dict[str, Path],
     tmp_path: Path,
 ) -> None:
-    async def body() -> None:
-        engine = make_engine(model_folder(model_kind))
-        async with running(engine):
-            assert (await engine.stats())["version"] == -1
-            for version, name in enumerate([*adapters, "some", "some", "all"], start=1):
-                if version > 1:
-                    await engine.pause("abort")
-                await publish_adapter(engine, adapters[name], version, tmp_path)
-                await check_all(engine, model_kind, name, adapters)
-            await engine.pause("abort")
-            await engine.sleep(1)
-            await engine.wake(["weights", "kv_cache"])
-            await engine.resume()
-            await check_all(engine, model_kind, "all", adapters)
-
-    run_async(body)
+    engine = make_engine(model_folder(model_kind))
+    async with running(engine):
+        assert (await engine.stats())["version"] == -1
+        for version, name in enumerate([*adapters, "some", "some", "all"], start=1):
+            if version > 1:
+                await engine.pause("abort")
+            await publish_adapter(engine, adapters[name], version, tmp_path)
+            await check_all(engine, model_kind, name, adapters)
+        await engine.pause("abort")
+        await engine.sleep(1)
+        await engine.wake(["weights", "kv_cache"])
+        await engine.resume()
+        await check_all(engine, model_kind, "all", adapters)
 
 
-def test_a_frozen_request_goes_on_with_the_new_adapter(
+@on_the_engines_loop
+async def test_a_frozen_request_goes_on_with_the_new_adapter(
     model_folder: Callable[[str], Path],
     model_kind: str,
     adapters: dict[str, Path],
@@ -85,27 +84,25 @@ def test_a_frozen_request_goes_on_with_the_new_adapter(
 ) -> None:
     asked = asked_of_each([""], 2, max_new_tokens=300)
 
-    async def body() -> None:
-        collector = Collector()
-        engine = make_engine(model_folder(model_kind))
-        async with running(engine):
-            await publish_adapter(engine, adapters["all"], 1, tmp_path)
-            async with aclosing(engine.deltas()) as batches:
-                await engine.submit(asked)
-                while len(collector.completions) < len(asked):
-                    collector.apply(await anext(batches))
-                await engine.pause("keep")
-                await publish_adapter(engine, adapters["some"], 2, tmp_path)
-                while collector.num_finished() < len(asked):
-                    collector.apply(await anext(batches))
-            await check_all(engine, model_kind, "some", adapters)
-        for request in asked:
-            assert set(collector[request["id"]].versions) == {1, 2}
-
-    run_async(body)
+    collector = Collector()
+    engine = make_engine(model_folder(model_kind))
+    async with running(engine):
+        await publish_adapter(engine, adapters["all"], 1, tmp_path)
+        async with aclosing(engine.deltas()) as batches:
+            await engine.submit(asked)
+            while len(collector.completions) < len(asked):
+                collector.apply(await anext(batches))
+            await engine.pause("keep")
+            await publish_adapter(engine, adapters["some"], 2, tmp_path)
+            while collector.num_finished() < len(asked):
+                collector.apply(await anext(batches))
+        await check_all(engine, model_kind, "some", adapters)
+    for request in asked:
+        assert set(collector[request["id"]].versions) == {1, 2}
 
 
-def test_what_is_no_adapter_of_its_layers_is_refused(
+@on_the_engines_loop
+async def test_what_is_no_adapter_of_its_layers_is_refused(
     model_folder: Callable[[str], Path],
     model_kind: str,
     adapters: dict[str, Path],
@@ -117,18 +114,15 @@ def test_what_is_no_adapter_of_its_layers_is_refused(
     }
     refused = pytest.RaisesExc(WeightSyncError, match="no LoRA adapter to 1 of the layers")
 
-    async def body() -> None:
-        engine = make_engine(model_folder(model_kind))
-        async with running(engine):
-            await publish_adapter(engine, adapters["all"], 1, tmp_path)
-            await engine.pause("abort")
-            with pytest.RaisesGroup(refused):
-                await publish(engine, other, 2, tmp_path, lora=LoraSpec(rank=4, alpha=4.0))
-            await engine.abort_update()
-            await engine.resume()
-            await check_all(engine, model_kind, "all", adapters)
-
-    run_async(body)
+    engine = make_engine(model_folder(model_kind))
+    async with running(engine):
+        await publish_adapter(engine, adapters["all"], 1, tmp_path)
+        await engine.pause("abort")
+        with pytest.RaisesGroup(refused):
+            await publish(engine, other, 2, tmp_path, lora=LoraSpec(rank=4, alpha=4.0))
+        await engine.abort_update()
+        await engine.resume()
+        await check_all(engine, model_kind, "all", adapters)
 
 
 def test_an_engine_has_its_own_weights_or_those_of_a_sync(

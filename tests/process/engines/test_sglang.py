@@ -18,7 +18,7 @@ import torch
 from adapter_fixtures import *  # noqa: F403 - the fixtures
 from conformance_runs import VOCAB_SIZE, MakeEngine, requests, results_of, weights
 from conformance_suite import *  # noqa: F403 - the tests
-from engine_runs import Collector, run_async, running
+from engine_runs import Collector, on_the_engines_loop, running
 from local_sync import publish
 from model_factory import make_model
 from sglang_stand_in import LATER_VERSION, Frontend, stand_in_core, stand_in_modules
@@ -49,17 +49,15 @@ def frontend_of(core: SglangCore) -> Frontend:
     return core._frontend  # pyright: ignore[reportPrivateUsage]
 
 
-def test_tokens_wake_nobody_but_at_both_ends_of_a_request(
+@on_the_engines_loop
+async def test_tokens_wake_nobody_but_at_both_ends_of_a_request(
     make_engine: MakeEngine, core: SglangCore
 ) -> None:
-    async def body() -> None:
-        before = frontend_of(core).num_wakes
-        engine = make_engine()
-        async with running(engine):
-            await results_of(engine, requests(10, max_new_tokens=50))
-        assert frontend_of(core).num_wakes - before <= 30
-
-    run_async(body)
+    before = frontend_of(core).num_wakes
+    engine = make_engine()
+    async with running(engine):
+        await results_of(engine, requests(10, max_new_tokens=50))
+    assert frontend_of(core).num_wakes - before <= 30
 
 
 def with_unknown(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -77,23 +75,21 @@ def without_norm(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         (without_norm, "do not fill 1 of SGLang's parameters: model.norm.weight"),
     ],
 )
-def test_weights_that_do_not_fit_fail_the_update_and_not_the_engine(
+@on_the_engines_loop
+async def test_weights_that_do_not_fit_fail_the_update_and_not_the_engine(
     make_engine: MakeEngine,
     tmp_path: Path,
     change: Callable[[dict[str, Tensor]], dict[str, Tensor]],
     text: str,
 ) -> None:
-    async def body() -> None:
-        engine = make_engine()
-        async with running(engine):
-            tensors = change(weights("qwen3", 1))
-            assert text in await failure_of(publish(engine, tensors, 1, tmp_path))
-            with pytest.raises(EngineError, match="PENDING_WEIGHTS"):
-                await engine.submit(requests(1))
-            await publish(engine, weights("qwen3", 2), 2, tmp_path)
-            assert (await results_of(engine, requests(1)))[0].versions == [2] * 8
-
-    run_async(body)
+    engine = make_engine()
+    async with running(engine):
+        tensors = change(weights("qwen3", 1))
+        assert text in await failure_of(publish(engine, tensors, 1, tmp_path))
+        with pytest.raises(EngineError, match="PENDING_WEIGHTS"):
+            await engine.submit(requests(1))
+        await publish(engine, weights("qwen3", 2), 2, tmp_path)
+        assert (await results_of(engine, requests(1)))[0].versions == [2] * 8
 
 
 async def failure_of(publishing: Coroutine[Any, Any, object]) -> str:
@@ -112,133 +108,121 @@ def assert_holds(core: SglangCore, seed: int) -> None:
     assert torch.equal(model.made_of_weights, model.make())
 
 
-def test_an_update_and_both_sleeps_leave_the_model_with_the_right_weights(
+@on_the_engines_loop
+async def test_an_update_and_both_sleeps_leave_the_model_with_the_right_weights(
     make_engine: MakeEngine, core: SglangCore, tmp_path: Path
 ) -> None:
-    async def body() -> None:
-        engine = make_engine()
-        async with running(engine):
-            assert_holds(core, 0)
-            await publish(engine, weights("qwen3", 1), 1, tmp_path)
-            assert_holds(core, 1)
+    engine = make_engine()
+    async with running(engine):
+        assert_holds(core, 0)
+        await publish(engine, weights("qwen3", 1), 1, tmp_path)
+        assert_holds(core, 1)
+        await engine.pause("abort")
+        await engine.sleep(1)
+        assert frontend_of(core).released == {"weights", "kv_cache"}
+        await engine.wake(["weights"])
+        assert_holds(core, 1)
+        assert frontend_of(core).released == {"kv_cache"}
+        await engine.wake(["kv_cache"])
+        await engine.sleep(2)
+        await publish(engine, weights("qwen3", 2), 2, tmp_path)
+        assert_holds(core, 2)
+        for version, part in ((3, "kv_cache"), (4, "weights")):
             await engine.pause("abort")
-            await engine.sleep(1)
-            assert frontend_of(core).released == {"weights", "kv_cache"}
-            await engine.wake(["weights"])
-            assert_holds(core, 1)
-            assert frontend_of(core).released == {"kv_cache"}
-            await engine.wake(["kv_cache"])
-            await engine.sleep(2)
-            await publish(engine, weights("qwen3", 2), 2, tmp_path)
-            assert_holds(core, 2)
-            for version, part in ((3, "kv_cache"), (4, "weights")):
-                await engine.pause("abort")
-                for _ in range(2):
-                    await engine.sleep(2, [part])  # pyright: ignore[reportArgumentType]
-                    assert frontend_of(core).released == {part}
-                await publish(engine, weights("qwen3", version), version, tmp_path)
-                assert_holds(core, version)
-                assert not frontend_of(core).released
-
-    run_async(body)
+            for _ in range(2):
+                await engine.sleep(2, [part])  # pyright: ignore[reportArgumentType]
+                assert frontend_of(core).released == {part}
+            await publish(engine, weights("qwen3", version), version, tmp_path)
+            assert_holds(core, version)
+            assert not frontend_of(core).released
 
 
-def test_weights_asleep_are_not_saved_again_when_the_kv_cache_sleeps_again(
+@on_the_engines_loop
+async def test_weights_asleep_are_not_saved_again_when_the_kv_cache_sleeps_again(
     make_engine: MakeEngine, core: SglangCore
 ) -> None:
-    async def body() -> None:
-        engine = make_engine()
-        async with running(engine):
-            await engine.pause("abort")
-            await engine.sleep(1)
-            await engine.wake(["kv_cache"])
-            await engine.sleep(1)
-            await engine.wake(["weights", "kv_cache"])
-            assert_holds(core, 0)
-
-    run_async(body)
+    engine = make_engine()
+    async with running(engine):
+        await engine.pause("abort")
+        await engine.sleep(1)
+        await engine.wake(["kv_cache"])
+        await engine.sleep(1)
+        await engine.wake(["weights", "kv_cache"])
+        assert_holds(core, 0)
 
 
-def test_tokens_that_may_have_been_on_their_way_count_as_made_by_the_older_weights(
+@on_the_engines_loop
+async def test_tokens_that_may_have_been_on_their_way_count_as_made_by_the_older_weights(
     make_engine: MakeEngine, tmp_path: Path
 ) -> None:
-    async def body() -> None:
-        engine = make_engine()
-        collector = Collector()
-        async with running(engine), aclosing(engine.deltas()) as batches:
-            await engine.submit(requests(1, max_new_tokens=100))
-            while not collector[0].tokens:
-                collector.apply(await anext(batches))
-            await engine.pause("keep")
-            num_before = (await engine.stats())["tokens_total"]
-            await publish(engine, weights("qwen3", 1), 1, tmp_path)
-            while not collector.num_finished():
-                collector.apply(await anext(batches))
-        assert collector[0].versions.count(0) == num_before + stream_interval(1)
-
-    run_async(body)
+    engine = make_engine()
+    collector = Collector()
+    async with running(engine), aclosing(engine.deltas()) as batches:
+        await engine.submit(requests(1, max_new_tokens=100))
+        while not collector[0].tokens:
+            collector.apply(await anext(batches))
+        await engine.pause("keep")
+        num_before = (await engine.stats())["tokens_total"]
+        await publish(engine, weights("qwen3", 1), 1, tmp_path)
+        while not collector.num_finished():
+            collector.apply(await anext(batches))
+    assert collector[0].versions.count(0) == num_before + stream_interval(1)
 
 
-def test_what_is_frozen_ends_before_a_sleep_with_the_tokens_it_had(
+@on_the_engines_loop
+async def test_what_is_frozen_ends_before_a_sleep_with_the_tokens_it_had(
     make_engine: MakeEngine,
 ) -> None:
-    async def body() -> None:
-        engine = make_engine()
-        collector = Collector()
-        async with running(engine), aclosing(engine.deltas()) as batches:
-            await engine.submit(requests(3, max_new_tokens=400))
-            while not collector[2].tokens:
-                collector.apply(await anext(batches))
-            await engine.pause("keep")
-            num_tokens = (await engine.stats())["tokens_total"]
-            await engine.sleep(2)
-            while collector.num_finished() < 3:
-                collector.apply(await anext(batches))
-            assert (await engine.stats())["tokens_total"] == num_tokens
-        assert {c.reason for c in collector.completions.values()} == {"abort"}
-
-    run_async(body)
+    engine = make_engine()
+    collector = Collector()
+    async with running(engine), aclosing(engine.deltas()) as batches:
+        await engine.submit(requests(3, max_new_tokens=400))
+        while not collector[2].tokens:
+            collector.apply(await anext(batches))
+        await engine.pause("keep")
+        num_tokens = (await engine.stats())["tokens_total"]
+        await engine.sleep(2)
+        while collector.num_finished() < 3:
+            collector.apply(await anext(batches))
+        assert (await engine.stats())["tokens_total"] == num_tokens
+    assert {c.reason for c in collector.completions.values()} == {"abort"}
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_an_engine_at_work_is_asked_what_it_can_import_and_continues(
+@on_the_engines_loop
+async def test_an_engine_at_work_is_asked_what_it_can_import_and_continues(
     make_engine: MakeEngine, core: SglangCore, frozen: bool
 ) -> None:
-    async def body() -> None:
-        engine = make_engine()
-        collector = Collector()
-        async with running(engine), aclosing(engine.deltas()) as batches:
-            await engine.submit(requests(3, max_new_tokens=200))
-            while not collector[2].tokens:
-                collector.apply(await anext(batches))
-            if frozen:
-                await engine.pause("keep")
-            assert "not on a GPU" in await engine.probe_import([])
-            assert frontend_of(core).is_pause == frozen
-            await engine.resume()
-            while collector.num_finished() < 3:
-                collector.apply(await anext(batches))
-        assert [len(collector[i].tokens) for i in range(3)] == [200] * 3
-
-    run_async(body)
+    engine = make_engine()
+    collector = Collector()
+    async with running(engine), aclosing(engine.deltas()) as batches:
+        await engine.submit(requests(3, max_new_tokens=200))
+        while not collector[2].tokens:
+            collector.apply(await anext(batches))
+        if frozen:
+            await engine.pause("keep")
+        assert "not on a GPU" in await engine.probe_import([])
+        assert frontend_of(core).is_pause == frozen
+        await engine.resume()
+        while collector.num_finished() < 3:
+            collector.apply(await anext(batches))
+    assert [len(collector[i].tokens) for i in range(3)] == [200] * 3
 
 
-def test_an_engine_that_cannot_be_asked_goes_on(
+@on_the_engines_loop
+async def test_an_engine_that_cannot_be_asked_goes_on(
     make_engine: MakeEngine, core: SglangCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def body() -> None:
-        engine = make_engine()
-        collector = Collector()
-        async with running(engine), aclosing(engine.deltas()) as batches:
-            await engine.submit(requests(1, max_new_tokens=200))
-            while not collector[0].tokens:
-                collector.apply(await anext(batches))
-            monkeypatch.delitem(sglang_worker._ACTIONS, "settle")  # pyright: ignore
-            with pytest.raises(EngineError, match="settle"):
-                await engine.probe_import([])
-            assert not frontend_of(core).is_pause
-
-    run_async(body)
+    engine = make_engine()
+    collector = Collector()
+    async with running(engine), aclosing(engine.deltas()) as batches:
+        await engine.submit(requests(1, max_new_tokens=200))
+        while not collector[0].tokens:
+            collector.apply(await anext(batches))
+        monkeypatch.delitem(sglang_worker._ACTIONS, "settle")  # pyright: ignore
+        with pytest.raises(EngineError, match="settle"):
+            await engine.probe_import([])
+        assert not frontend_of(core).is_pause
 
 
 @pytest.mark.process

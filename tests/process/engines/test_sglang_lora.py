@@ -12,7 +12,7 @@ import torch
 from adapter_factory import read_adapter, save_adapter
 from adapter_fixtures import *  # noqa: F403 - the fixtures
 from conformance_runs import VOCAB_SIZE, MakeEngine, requests, results_of
-from engine_runs import Collector, run_async, running
+from engine_runs import Collector, on_the_engines_loop, running
 from local_sync import publish
 from model_factory import make_model
 from sglang_stand_in import LoRAManager, stand_in_core, stand_in_modules
@@ -46,7 +46,8 @@ def assert_has(core: SglangCore, folder: Path) -> None:
     assert all(torch.equal(held[name], tensor) for name, tensor in tensors.items())
 
 
-def test_each_sync_puts_its_adapter_in_the_place_of_the_last_one(
+@on_the_engines_loop
+async def test_each_sync_puts_its_adapter_in_the_place_of_the_last_one(
     make_engine: MakeEngine, core: SglangCore, tmp_path: Path
 ) -> None:
     folders = [
@@ -54,47 +55,43 @@ def test_each_sync_puts_its_adapter_in_the_place_of_the_last_one(
         save_adapter(tmp_path / "some", seed=2, rank=6, targets=("q_proj", "o_proj")),
     ]
 
-    async def body() -> None:
-        engine = make_engine(load_weights=False)
-        collector = Collector()
-        async with running(engine), aclosing(engine.deltas()) as batches:
-            for version, folder in enumerate(folders, start=1):
-                tensors, spec = read_adapter(folder)
-                await publish(engine, tensors, version, tmp_path, lora=spec)
-                assert_has(core, folder)
-                if version == 1:  # frozen requests do not keep an adapter from being replaced
-                    await engine.submit(requests(2, max_new_tokens=100))
-                    while len(collector.completions) < 2:
-                        collector.apply(await anext(batches))
-                    await engine.pause("keep")
-            while collector.num_finished() < 2:
-                collector.apply(await anext(batches))
+    engine = make_engine(load_weights=False)
+    collector = Collector()
+    async with running(engine), aclosing(engine.deltas()) as batches:
+        for version, folder in enumerate(folders, start=1):
+            tensors, spec = read_adapter(folder)
+            await publish(engine, tensors, version, tmp_path, lora=spec)
+            assert_has(core, folder)
+            if version == 1:  # frozen requests do not keep an adapter from being replaced
+                await engine.submit(requests(2, max_new_tokens=100))
+                while len(collector.completions) < 2:
+                    collector.apply(await anext(batches))
+                await engine.pause("keep")
+        while collector.num_finished() < 2:
+            collector.apply(await anext(batches))
 
-        for completion in collector.completions.values():
-            assert set(completion.versions) == {1, 2}
-
-    run_async(body)
+    for completion in collector.completions.values():
+        assert set(completion.versions) == {1, 2}
 
 
-def test_requests_name_the_adapter(
+@on_the_engines_loop
+async def test_requests_name_the_adapter(
     make_engine: MakeEngine, core: SglangCore, tmp_path: Path
 ) -> None:
-    async def body() -> None:
-        engine = make_engine(load_weights=False)
-        async with running(engine), aclosing(engine.deltas()) as batches:
-            tensors, spec = read_adapter(save_adapter(tmp_path / "a", seed=1, rank=4))
-            await publish(engine, tensors, 1, tmp_path, lora=spec)
-            await engine.submit(requests(1, max_new_tokens=100))
-            await anext(batches)
-            frontend = core._frontend  # pyright: ignore[reportPrivateUsage]
-            assert [running.asked.lora_id for running in frontend.rid_to_state.values()] == [
-                SYNCED_ADAPTER
-            ]
-
-    run_async(body)
+    engine = make_engine(load_weights=False)
+    async with running(engine), aclosing(engine.deltas()) as batches:
+        tensors, spec = read_adapter(save_adapter(tmp_path / "a", seed=1, rank=4))
+        await publish(engine, tensors, 1, tmp_path, lora=spec)
+        await engine.submit(requests(1, max_new_tokens=100))
+        await anext(batches)
+        frontend = core._frontend  # pyright: ignore[reportPrivateUsage]
+        assert [running.asked.lora_id for running in frontend.rid_to_state.values()] == [
+            SYNCED_ADAPTER
+        ]
 
 
-def test_an_adapter_that_sglang_refuses_fails_the_sync_and_not_the_engine(
+@on_the_engines_loop
+async def test_an_adapter_that_sglang_refuses_fails_the_sync_and_not_the_engine(
     make_engine: MakeEngine, core: SglangCore, tmp_path: Path
 ) -> None:
     good = save_adapter(tmp_path / "good", seed=1, rank=4)
@@ -102,15 +99,12 @@ def test_an_adapter_that_sglang_refuses_fails_the_sync_and_not_the_engine(
     foreign = {name.replace("q_proj", "query"): tensor for name, tensor in tensors.items()}
     foreign = {name: tensor for name, tensor in foreign.items() if "query" in name}
 
-    async def body() -> None:
-        engine = make_engine(load_weights=False)
-        refused = pytest.RaisesExc(EngineError, match="refuses the LoRA adapter: it is incomp")
-        async with running(engine):
-            with pytest.RaisesGroup(refused):
-                await publish(engine, foreign, 1, tmp_path, lora=spec)
-            await engine.abort_update()
-            await publish(engine, tensors, 2, tmp_path, lora=spec)
-            assert_has(core, good)
-            assert (await results_of(engine, requests(1)))[0].versions == [2] * 8
-
-    run_async(body)
+    engine = make_engine(load_weights=False)
+    refused = pytest.RaisesExc(EngineError, match="refuses the LoRA adapter: it is incomp")
+    async with running(engine):
+        with pytest.RaisesGroup(refused):
+            await publish(engine, foreign, 1, tmp_path, lora=spec)
+        await engine.abort_update()
+        await publish(engine, tensors, 2, tmp_path, lora=spec)
+        assert_has(core, good)
+        assert (await results_of(engine, requests(1)))[0].versions == [2] * 8

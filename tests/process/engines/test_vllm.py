@@ -19,7 +19,7 @@ import torch
 from adapter_fixtures import *  # noqa: F403 - the fixtures
 from conformance_runs import VOCAB_SIZE, MakeEngine, requests, results_of
 from conformance_suite import *  # noqa: F403 - the tests
-from engine_runs import Collector, collect, run_async, running, wire_request
+from engine_runs import Collector, collect, on_the_engines_loop, running, wire_request
 from local_sync import publish
 from model_factory import make_model, save_model
 from torch import Tensor
@@ -84,70 +84,65 @@ def long_prompts(count: int, num_tokens: int = 150) -> list[list[int]]:
         (1.0, Truncation(top_k=1)),
     ],
 )
-def test_logprobs_are_those_of_transformers(
+@on_the_engines_loop
+async def test_logprobs_are_those_of_transformers(
     make_engine: MakeEngine, temperature: float, truncation: Truncation
 ) -> None:
     model = make_model("qwen3")
 
-    async def body() -> None:
-        engine = make_engine()
-        async with running(engine):
-            asked = requests(6, max_new_tokens=40, temperature=temperature, **truncation._asdict())
-            results = await results_of(engine, asked)
+    engine = make_engine()
+    async with running(engine):
+        asked = requests(6, max_new_tokens=40, temperature=temperature, **truncation._asdict())
+        results = await results_of(engine, asked)
 
-        for request in asked:
-            prompt, completion = request["tokens"].tolist(), results[request["id"]]
-            with torch.inference_mode():
-                logits = model(torch.tensor([prompt + completion.tokens])).logits[0]
-            logits = logits[len(prompt) - 1 : -1]
-            heat = torch.full((len(logits), 1), temperature or 1.0)
-            left_out = logits < lowest_kept(logits, heat, truncation)
-            expected = torch.log_softmax(logits.masked_fill(left_out, -torch.inf) / heat, -1)
-            chosen = expected.gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]
-            assert torch.tensor(completion.logprobs).allclose(chosen, atol=1e-4)
-
-    run_async(body)
+    for request in asked:
+        prompt, completion = request["tokens"].tolist(), results[request["id"]]
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + completion.tokens])).logits[0]
+        logits = logits[len(prompt) - 1 : -1]
+        heat = torch.full((len(logits), 1), temperature or 1.0)
+        left_out = logits < lowest_kept(logits, heat, truncation)
+        expected = torch.log_softmax(logits.masked_fill(left_out, -torch.inf) / heat, -1)
+        chosen = expected.gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]
+        assert torch.tensor(completion.logprobs).allclose(chosen, atol=1e-4)
 
 
-def test_prompts_of_more_tokens_than_a_step_takes_are_served(make_engine: MakeEngine) -> None:
+@on_the_engines_loop
+async def test_prompts_of_more_tokens_than_a_step_takes_are_served(make_engine: MakeEngine) -> None:
     """Requests like those resumed after a death: all at once, long, with seeds."""
     draw = random.Random(0)
     prompts = [draw.choices(range(VOCAB_SIZE), k=480) for _ in range(MAX_NUM_SEQS)]
     asked = [wire_request(i, p, max_new_tokens=4) for i, p in enumerate(prompts)]
 
-    async def body() -> None:
-        engine = make_engine()
-        async with running(engine):
-            results = await results_of(engine, asked)
-        assert [len(results[i].tokens) for i in range(MAX_NUM_SEQS)] == [4] * MAX_NUM_SEQS
-
-    run_async(body)
+    engine = make_engine()
+    async with running(engine):
+        results = await results_of(engine, asked)
+    assert [len(results[i].tokens) for i in range(MAX_NUM_SEQS)] == [4] * MAX_NUM_SEQS
 
 
-def test_an_update_changes_the_output_to_that_of_the_new_weights(
+@on_the_engines_loop
+async def test_an_update_changes_the_output_to_that_of_the_new_weights(
     make_engine: MakeEngine, tmp_path: Path
 ) -> None:
     prompts = long_prompts(3)
     asked = [wire_request(i, p, max_new_tokens=12, temperature=0.0) for i, p in enumerate(prompts)]
 
-    async def body() -> None:
-        engine = make_engine()
-        async with running(engine):
-            for version in range(4):  # version 0 is there from the start
-                if version:
-                    await engine.pause("keep")
-                    await publish(engine, float32_weights(version), version, tmp_path)
-                model = make_model("qwen3", version)
-                for _ in range(2):  # the second time with cached prefixes
-                    results = await results_of(engine, asked)
-                    for i, prompt in enumerate(prompts):
-                        assert results[i].tokens == greedy_of_transformers(model, prompt, 12)
-                        assert set(results[i].versions) == {version}
-
-    run_async(body)
+    engine = make_engine()
+    async with running(engine):
+        for version in range(4):  # version 0 is there from the start
+            if version:
+                await engine.pause("keep")
+                await publish(engine, float32_weights(version), version, tmp_path)
+            model = make_model("qwen3", version)
+            for _ in range(2):  # the second time with cached prefixes
+                results = await results_of(engine, asked)
+                for i, prompt in enumerate(prompts):
+                    assert results[i].tokens == greedy_of_transformers(model, prompt, 12)
+                    assert set(results[i].versions) == {version}
 
 
-def test_what_waits_when_weights_come_begins_under_them(
+@on_the_engines_loop
+async def test_what_waits_when_weights_come_begins_under_them(
     make_engine: MakeEngine, tmp_path: Path
 ) -> None:
     """It must not use its prompt's keys, which others have cached under the older weights."""
@@ -156,28 +151,25 @@ def test_what_waits_when_weights_come_begins_under_them(
     last = MAX_NUM_SEQS
     asked = wire_request(last, prompt, max_new_tokens=12, temperature=0.0)
 
-    async def body() -> None:
-        engine, collector = make_engine(), Collector()
-        async with running(engine), aclosing(engine.deltas()) as batches:
-            await engine.submit([*first, asked])
-            while not all(collector[i].tokens for i in range(MAX_NUM_SEQS)):
-                collector.apply(await anext(batches))
-            await engine.pause("keep")
-            await publish(engine, float32_weights(1), 1, tmp_path)
-            while collector[last].reason is None:
-                collector.apply(await anext(batches))
-            assert (collector[last].reason, collector[last].tokens) == ("abort", [])
+    engine, collector = make_engine(), Collector()
+    async with running(engine), aclosing(engine.deltas()) as batches:
+        await engine.submit([*first, asked])
+        while not all(collector[i].tokens for i in range(MAX_NUM_SEQS)):
+            collector.apply(await anext(batches))
+        await engine.pause("keep")
+        await publish(engine, float32_weights(1), 1, tmp_path)
+        while collector[last].reason is None:
+            collector.apply(await anext(batches))
+        assert (collector[last].reason, collector[last].tokens) == ("abort", [])
 
-            await engine.abort(range(MAX_NUM_SEQS))
-            await engine.submit([asked | {"id": last + 1}])
-            while collector[last + 1].reason is None:
-                collector.apply(await anext(batches))
+        await engine.abort(range(MAX_NUM_SEQS))
+        await engine.submit([asked | {"id": last + 1}])
+        while collector[last + 1].reason is None:
+            collector.apply(await anext(batches))
 
-        expected = greedy_of_transformers(make_model("qwen3", 1), prompt, 12)
-        assert collector[last + 1].tokens == expected
-        assert set(collector[last + 1].versions) == {1}
-
-    run_async(body)
+    expected = greedy_of_transformers(make_model("qwen3", 1), prompt, 12)
+    assert collector[last + 1].tokens == expected
+    assert set(collector[last + 1].versions) == {1}
 
 
 def with_unknown(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -210,7 +202,8 @@ def without_norm(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         (without_norm, "model.norm.weight"),
     ],
 )
-def test_weights_that_do_not_fit_are_never_served_and_spoil_no_later_update(
+@on_the_engines_loop
+async def test_weights_that_do_not_fit_are_never_served_and_spoil_no_later_update(
     make_engine: MakeEngine,
     tmp_path: Path,
     change: Callable[[dict[str, Tensor]], dict[str, Tensor]],
@@ -219,22 +212,17 @@ def test_weights_that_do_not_fit_are_never_served_and_spoil_no_later_update(
     (prompt,) = long_prompts(1)
     asked = wire_request(0, prompt, max_new_tokens=12, temperature=0.0)
 
-    async def body() -> None:
-        engine = make_engine()
-        async with running(engine):
-            assert text in await failure_of(
-                publish(engine, change(float32_weights(1)), 1, tmp_path)
-            )
-            with pytest.raises(EngineError, match="PENDING_WEIGHTS"):
-                await engine.submit([asked])
+    engine = make_engine()
+    async with running(engine):
+        assert text in await failure_of(publish(engine, change(float32_weights(1)), 1, tmp_path))
+        with pytest.raises(EngineError, match="PENDING_WEIGHTS"):
+            await engine.submit([asked])
 
-            await publish(engine, float32_weights(2), 2, tmp_path)
+        await publish(engine, float32_weights(2), 2, tmp_path)
 
-            results = await results_of(engine, [asked])
-        expected = greedy_of_transformers(make_model("qwen3", 2), prompt, 12)
-        assert results[0].tokens == expected
-
-    run_async(body)
+        results = await results_of(engine, [asked])
+    expected = greedy_of_transformers(make_model("qwen3", 2), prompt, 12)
+    assert results[0].tokens == expected
 
 
 async def failure_of(publishing: Coroutine[Any, Any, object]) -> str:
@@ -250,68 +238,64 @@ def without(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
     return {other: tensor for other, tensor in tensors.items() if other != name}
 
 
-def test_all_of_vllm_sleeps_and_wakes_whatever_part_was_awake(
+@on_the_engines_loop
+async def test_all_of_vllm_sleeps_and_wakes_whatever_part_was_awake(
     make_engine: MakeEngine, core: VllmCore
 ) -> None:
     llm: Any = core._llm  # pyright: ignore[reportPrivateUsage]
 
-    async def body() -> None:
-        engine = make_engine()
-        async with running(engine):
-            await engine.pause("abort")
-            for half in ("kv_cache", "weights"):
-                await engine.sleep(1)
-                await engine.wake([half])  # pyright: ignore[reportArgumentType]
-                await engine.sleep(1)
-                await engine.wake(["weights"])
-                assert await llm.is_sleeping()
-                await engine.wake(["kv_cache"])
-                assert not await llm.is_sleeping()
-
-    run_async(body)
+    engine = make_engine()
+    async with running(engine):
+        await engine.pause("abort")
+        for half in ("kv_cache", "weights"):
+            await engine.sleep(1)
+            await engine.wake([half])  # pyright: ignore[reportArgumentType]
+            await engine.sleep(1)
+            await engine.wake(["weights"])
+            assert await llm.is_sleeping()
+            await engine.wake(["kv_cache"])
+            assert not await llm.is_sleeping()
 
 
-def test_a_hundred_requests_at_once_end_as_they_would_alone(make_engine: MakeEngine) -> None:
+@on_the_engines_loop
+async def test_a_hundred_requests_at_once_end_as_they_would_alone(make_engine: MakeEngine) -> None:
     model = make_model("qwen3")
 
-    async def body() -> None:
-        engine = make_engine()
-        async with running(engine):
-            asked = requests(100, max_new_tokens=30, temperature=0.0)
+    engine = make_engine()
+    async with running(engine):
+        asked = requests(100, max_new_tokens=30, temperature=0.0)
+        await engine.submit(asked)
+        stats = await engine.stats()
+        collector = Collector()
+        await collect(engine, collector, 100)
+
+    assert (stats["running"], stats["waiting"]) == (MAX_NUM_SEQS, 100 - MAX_NUM_SEQS)
+    for request in asked[::9]:
+        expected = greedy_of_transformers(model, request["tokens"].tolist(), 30)
+        assert collector[request["id"]].tokens == expected
+
+
+@on_the_engines_loop
+async def test_requests_aborted_one_by_one_lose_nothing_but_their_ends(
+    make_engine: MakeEngine,
+) -> None:
+    engine = make_engine()
+    async with running(engine):
+        asked = requests(16, max_new_tokens=300, temperature=0.0)
+        whole = await results_of(engine, asked)
+        collector = Collector()
+        async with aclosing(engine.deltas()) as batches:
             await engine.submit(asked)
-            stats = await engine.stats()
-            collector = Collector()
-            await collect(engine, collector, 100)
+            while collector.num_finished() < len(asked):
+                collector.apply(await anext(batches))
+                for i, completion in list(collector.completions.items()):
+                    if completion.reason is None and len(completion.tokens) > 5 * i:
+                        await engine.abort([i])
 
-        assert (stats["running"], stats["waiting"]) == (MAX_NUM_SEQS, 100 - MAX_NUM_SEQS)
-        for request in asked[::9]:
-            expected = greedy_of_transformers(model, request["tokens"].tolist(), 30)
-            assert collector[request["id"]].tokens == expected
-
-    run_async(body)
-
-
-def test_requests_aborted_one_by_one_lose_nothing_but_their_ends(make_engine: MakeEngine) -> None:
-    async def body() -> None:
-        engine = make_engine()
-        async with running(engine):
-            asked = requests(16, max_new_tokens=300, temperature=0.0)
-            whole = await results_of(engine, asked)
-            collector = Collector()
-            async with aclosing(engine.deltas()) as batches:
-                await engine.submit(asked)
-                while collector.num_finished() < len(asked):
-                    collector.apply(await anext(batches))
-                    for i, completion in list(collector.completions.items()):
-                        if completion.reason is None and len(completion.tokens) > 5 * i:
-                            await engine.abort([i])
-
-        for i in range(len(asked)):
-            tokens = collector[i].tokens
-            assert tokens
-            assert tokens == whole[i].tokens[: len(tokens)]
-
-    run_async(body)
+    for i in range(len(asked)):
+        tokens = collector[i].tokens
+        assert tokens
+        assert tokens == whole[i].tokens[: len(tokens)]
 
 
 @pytest.mark.umbra_allow_leaks("vLLM's frontend keeps threads and sockets until its process ends")

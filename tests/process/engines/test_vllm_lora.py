@@ -13,7 +13,7 @@ import pytest
 from adapter_factory import save_adapter
 from adapter_fixtures import *  # noqa: F403 - the fixtures
 from conformance_suite import MakeEngine
-from engine_runs import Collector, run_async, running, wire_request
+from engine_runs import Collector, on_the_engines_loop, running, wire_request
 from local_sync import publish
 from lora_runs import asked_of_each, check_each
 from model_factory import make_model
@@ -59,92 +59,82 @@ def core(
         yield core
 
 
-def test_requests_of_several_adapters_get_the_logprobs_of_their_own(
+@on_the_engines_loop
+async def test_requests_of_several_adapters_get_the_logprobs_of_their_own(
     make_engine: MakeEngine, model_kind: str, adapters: dict[str, Path]
 ) -> None:
-    async def body() -> None:
-        engine = make_engine()
-        async with running(engine):
-            await check_each(engine, model_kind, 0, adapters)
-
-    run_async(body)
+    engine = make_engine()
+    async with running(engine):
+        await check_each(engine, model_kind, 0, adapters)
 
 
 @pytest.mark.parametrize("sleep_level", [None, 1, 2])
-def test_an_update_gives_new_weights_beneath_the_same_adapters(
+@on_the_engines_loop
+async def test_an_update_gives_new_weights_beneath_the_same_adapters(
     make_engine: MakeEngine,
     model_kind: str,
     adapters: dict[str, Path],
     tmp_path: Path,
     sleep_level: Any,
 ) -> None:
-    async def body() -> None:
-        engine = make_engine()
-        async with running(engine):
-            await check_each(engine, model_kind, 0, adapters)
-            for version in (1, 2):
-                await engine.pause("abort")
-                if sleep_level is not None:
-                    await engine.sleep(sleep_level)
-                    await engine.wake(["weights", "kv_cache"])
-                weights = dict(make_model(model_kind, version).named_parameters())
-                await publish(engine, weights, version, tmp_path)
-                await check_each(engine, model_kind, version, adapters)
-
-    run_async(body)
+    engine = make_engine()
+    async with running(engine):
+        await check_each(engine, model_kind, 0, adapters)
+        for version in (1, 2):
+            await engine.pause("abort")
+            if sleep_level is not None:
+                await engine.sleep(sleep_level)
+                await engine.wake(["weights", "kv_cache"])
+            weights = dict(make_model(model_kind, version).named_parameters())
+            await publish(engine, weights, version, tmp_path)
+            await check_each(engine, model_kind, version, adapters)
 
 
-def test_a_frozen_request_goes_on_with_its_adapter_over_the_new_weights(
+@on_the_engines_loop
+async def test_a_frozen_request_goes_on_with_its_adapter_over_the_new_weights(
     make_engine: MakeEngine, model_kind: str, adapters: dict[str, Path], tmp_path: Path
 ) -> None:
     asked = asked_of_each(["", *adapters], 1, max_new_tokens=300)
 
-    async def body() -> None:
-        engine = make_engine()
-        async with running(engine):
-            collector = Collector()
-            async with aclosing(engine.deltas()) as batches:
-                await engine.submit(asked)
-                while len(collector.completions) < len(asked):  # the others would be aborted
-                    collector.apply(await anext(batches))
-                await engine.pause("keep")
-                weights = dict(make_model(model_kind, 1).named_parameters())
-                await publish(engine, weights, 1, tmp_path)
-                while collector.num_finished() < len(asked):
-                    collector.apply(await anext(batches))
+    engine = make_engine()
+    async with running(engine):
+        collector = Collector()
+        async with aclosing(engine.deltas()) as batches:
+            await engine.submit(asked)
+            while len(collector.completions) < len(asked):  # the others would be aborted
+                collector.apply(await anext(batches))
+            await engine.pause("keep")
+            weights = dict(make_model(model_kind, 1).named_parameters())
+            await publish(engine, weights, 1, tmp_path)
+            while collector.num_finished() < len(asked):
+                collector.apply(await anext(batches))
 
-            assert all(found.reason == "length" for found in collector.completions.values())
-            assert all(1 in found.versions for found in collector.completions.values())
-            await check_each(engine, model_kind, 1, adapters)
-
-    run_async(body)
+        assert all(found.reason == "length" for found in collector.completions.values())
+        assert all(1 in found.versions for found in collector.completions.values())
+        await check_each(engine, model_kind, 1, adapters)
 
 
-def test_an_unknown_adapter_is_refused(make_engine: MakeEngine) -> None:
-    async def body() -> None:
-        engine = make_engine()
-        async with running(engine):
-            with pytest.raises(ValueError, match="no LoRA adapter 'other'; known: all, some"):
-                await engine.submit([wire_request(0, [1], lora="other")])
-
-    run_async(body)
+@on_the_engines_loop
+async def test_an_unknown_adapter_is_refused(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    async with running(engine):
+        with pytest.raises(ValueError, match="no LoRA adapter 'other'; known: all, some"):
+            await engine.submit([wire_request(0, [1], lora="other")])
 
 
-def test_an_update_fails_where_an_adapter_has_gone(
+@on_the_engines_loop
+async def test_an_update_fails_where_an_adapter_has_gone(
     make_engine: MakeEngine, model_kind: str, adapters: dict[str, Path], tmp_path: Path
 ) -> None:
-    async def body() -> None:
-        engine = make_engine()
-        weights = dict(make_model(model_kind, 1).named_parameters())
-        async with running(engine):
-            away = adapters["all"].rename(tmp_path / "away")
-            try:
-                await engine.pause("abort")
-                with pytest.RaisesGroup(pytest.RaisesExc(EngineError, match="LoRA adapter 'all'")):
-                    await publish(engine, weights, 1, tmp_path)
-            finally:
-                away.rename(adapters["all"])
-            await publish(engine, weights, 2, tmp_path)
-            await check_each(engine, model_kind, 1, adapters)
-
-    run_async(body)
+    engine = make_engine()
+    weights = dict(make_model(model_kind, 1).named_parameters())
+    async with running(engine):
+        away = adapters["all"].rename(tmp_path / "away")
+        try:
+            await engine.pause("abort")
+            with pytest.RaisesGroup(pytest.RaisesExc(EngineError, match="LoRA adapter 'all'")):
+                await publish(engine, weights, 1, tmp_path)
+        finally:
+            away.rename(adapters["all"])
+        await publish(engine, weights, 2, tmp_path)
+        await check_each(engine, model_kind, 1, adapters)

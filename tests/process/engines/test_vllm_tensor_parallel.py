@@ -14,7 +14,7 @@ import pytest
 from adapter_factory import save_adapter
 from adapter_fixtures import *  # noqa: F403 - the fixtures
 from conformance_suite import MakeEngine
-from engine_runs import run_async, running
+from engine_runs import on_the_engines_loop, running
 from local_sync import publish
 from lora_runs import check_each
 from model_factory import make_model
@@ -75,23 +75,22 @@ def test_a_killed_worker_takes_the_engine_and_the_other_one_along(
     os.waitpid(first, 0)  # whom it holds nobody else can reap
 
 
-def test_two_workers_have_the_logprobs_of_the_whole_model_through_updates(
+@on_the_engines_loop
+async def test_two_workers_have_the_logprobs_of_the_whole_model_through_updates(
     make_engine: MakeEngine, model_kind: str, adapters: dict[str, Path], tmp_path: Path
 ) -> None:
-    async def body() -> None:
-        engine = make_engine()
-        async with running(engine):
-            await check_each(engine, model_kind, 0, adapters)
-            for version in (1, 2):
-                await engine.pause("abort")
-                weights = dict(make_model(model_kind, version).named_parameters())
-                await publish(engine, weights, version, tmp_path)
-                await check_each(engine, model_kind, version, adapters)
-
-    run_async(body)
+    engine = make_engine()
+    async with running(engine):
+        await check_each(engine, model_kind, 0, adapters)
+        for version in (1, 2):
+            await engine.pause("abort")
+            weights = dict(make_model(model_kind, version).named_parameters())
+            await publish(engine, weights, version, tmp_path)
+            await check_each(engine, model_kind, version, adapters)
 
 
-def test_workers_that_cannot_open_an_update_leave_the_engine_as_it_was(
+@on_the_engines_loop
+async def test_workers_that_cannot_open_an_update_leave_the_engine_as_it_was(
     make_engine: MakeEngine,
     core: VllmCore,
     model_kind: str,
@@ -107,16 +106,13 @@ def test_workers_that_cannot_open_an_update_leave_the_engine_as_it_was(
         "is_staged": False,
     }
 
-    async def body() -> None:
-        engine = make_engine()
-        async with running(engine), serve_fds(str(tmp_path / "none")) as server:
-            weights = dict(make_model(model_kind, 1).named_parameters())
-            await publish(engine, weights, 1, tmp_path)
-            weights = description | {"fd_socket": server.socket_path}
-            with pytest.raises(EngineError, match="gone"):
-                await core.ask_workers({"action": "open", "weights": weights})
-            assert not core.died.is_set()
-            await core.ask_workers({"action": "close"})
-            await check_each(engine, model_kind, 1, adapters)
-
-    run_async(body)
+    engine = make_engine()
+    async with running(engine), serve_fds(str(tmp_path / "none")) as server:
+        weights = dict(make_model(model_kind, 1).named_parameters())
+        await publish(engine, weights, 1, tmp_path)
+        weights = description | {"fd_socket": server.socket_path}
+        with pytest.raises(EngineError, match="gone"):
+            await core.ask_workers({"action": "open", "weights": weights})
+        assert not core.died.is_set()
+        await core.ask_workers({"action": "close"})
+        await check_each(engine, model_kind, 1, adapters)

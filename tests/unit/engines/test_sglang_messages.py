@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from adapter_fixtures import *  # noqa: F403 - the fixtures
 from conformance_runs import VOCAB_SIZE, MakeEngine, requests, results_of, weights
-from engine_runs import Collector, Engine, on_the_engines_loop, run_async, running
+from engine_runs import Collector, Engine, on_the_engines_loop, running
 from local_sync import publish
 from model_factory import make_model
 from sglang_stand_in import Frontend, stand_in_core, stand_in_modules
@@ -58,26 +58,24 @@ def test_sglang_sends_tokens_of_few_requests_often_and_those_of_many_seldom() ->
     assert [stream_interval(count) for count in counts] == [2, 2, 2, 3, 25, 50, 50]
 
 
-def test_sglang_sends_as_many_messages_a_step_for_many_requests_as_for_few(
+@on_the_engines_loop
+async def test_sglang_sends_as_many_messages_a_step_for_many_requests_as_for_few(
     make_engine: MakeEngine, core: SglangCore
 ) -> None:
     """And the tokens are the same."""
     asked = requests(COUNT, max_new_tokens=NUM_NEW_TOKENS)
 
-    async def body() -> None:
-        before = frontend_of(core).num_messages
-        async with running(engine := make_engine()):
-            together = await results_of(engine, asked)
-        num_messages = frontend_of(core).num_messages - before
-        async with running(engine := make_engine()):
-            for request in asked[::16]:
-                alone = await results_of(engine, [request])
-                assert alone[request["id"]] == together[request["id"]]
-        per_request = 2 + NUM_NEW_TOKENS / stream_interval(COUNT)  # the first and the last, too
-        assert COUNT * 2 < num_messages <= COUNT * per_request
-        assert {len(c.tokens) for c in together.completions.values()} == {NUM_NEW_TOKENS}
-
-    run_async(body)
+    before = frontend_of(core).num_messages
+    async with running(engine := make_engine()):
+        together = await results_of(engine, asked)
+    num_messages = frontend_of(core).num_messages - before
+    async with running(engine := make_engine()):
+        for request in asked[::16]:
+            alone = await results_of(engine, [request])
+            assert alone[request["id"]] == together[request["id"]]
+    per_request = 2 + NUM_NEW_TOKENS / stream_interval(COUNT)  # the first and the last, too
+    assert COUNT * 2 < num_messages <= COUNT * per_request
+    assert {len(c.tokens) for c in together.completions.values()} == {NUM_NEW_TOKENS}
 
 
 @on_the_engines_loop

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conformance_runs import MakeEngine, requests, results_of
 from conformance_suite import *  # noqa: F403 - the tests
-from engine_runs import Engine, run_async, running
+from engine_runs import Engine, on_the_engines_loop, running
 from local_sync import publish
 from model_factory import make_model
 from transformers_engine import TransformersEngine
@@ -43,27 +43,25 @@ def make_engine(model_folder: Callable[[str], Path]) -> MakeEngine:
     return make
 
 
-def test_an_update_with_tied_names_gives_the_new_weights_output(
+@on_the_engines_loop
+async def test_an_update_with_tied_names_gives_the_new_weights_output(
     make_engine: MakeEngine, tmp_path: Path
 ) -> None:
     model = make_model("qwen3", seed=1).double()
     (asked,) = requests(1, max_new_tokens=12, temperature=0.0)
 
-    async def body() -> None:
-        engine = make_engine(load_weights=False)
-        async with running(engine):
-            tensors = dict(model.named_parameters(remove_duplicate=False))
-            assert tensors["lm_head.weight"] is tensors["model.embed_tokens.weight"]
-            await publish(engine, tensors, 1, tmp_path)
-            results = await results_of(engine, [asked])
+    engine = make_engine(load_weights=False)
+    async with running(engine):
+        tensors = dict(model.named_parameters(remove_duplicate=False))
+        assert tensors["lm_head.weight"] is tensors["model.embed_tokens.weight"]
+        await publish(engine, tensors, 1, tmp_path)
+        results = await results_of(engine, [asked])
 
-        tokens: list[int] = asked["tokens"].tolist()
-        with torch.inference_mode():
-            for token in results[0].tokens:
-                assert token == int(model(torch.tensor([tokens])).logits[0, -1].argmax())
-                tokens.append(token)
-
-    run_async(body)
+    tokens: list[int] = asked["tokens"].tolist()
+    with torch.inference_mode():
+        for token in results[0].tokens:
+            assert token == int(model(torch.tensor([tokens])).logits[0, -1].argmax())
+            tokens.append(token)
 
 
 def test_the_page_shows_this_adapter_and_these_tests() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_runs import Collector, collect, run_async, running, wire_request
+from engine_runs import Collector, collect, on_the_engines_loop, running, wire_request
 from local_sync import publish
 from scripted_core import ScriptedCore
 from torch import Tensor
@@ -41,7 +41,8 @@ def engine_over(core: ScriptedCore) -> AdapterEngine:
     return AdapterEngine(core, max_num_seqs=4, max_context_len=64, tick_ms=1.0, load_weights=False)
 
 
-def test_the_model_is_loaded_from_shared_memory_before_anything_is_verified(
+@on_the_engines_loop
+async def test_the_model_is_loaded_from_shared_memory_before_anything_is_verified(
     tmp_path: Path,
 ) -> None:
     core = ScriptedCore()
@@ -50,71 +51,63 @@ def test_the_model_is_loaded_from_shared_memory_before_anything_is_verified(
     def look(regions: list[list[int | None]]) -> None:  # before they are verified
         done_before.extend(core.done)
 
-    async def body() -> None:
-        async with engine_over(core) as engine:
-            core.done.clear()
-            outcome = await publish(engine, WEIGHTS, 1, tmp_path, tamper=look)
+    async with engine_over(core) as engine:
+        core.done.clear()
+        outcome = await publish(engine, WEIGHTS, 1, tmp_path, tamper=look)
 
-        assert outcome.mismatches == []
-        assert done_before == ["pause", "load"]
-        assert core.done.count("load") == 1
-
-    run_async(body)
+    assert outcome.mismatches == []
+    assert done_before == ["pause", "load"]
+    assert core.done.count("load") == 1
 
 
-def test_the_model_is_loaded_from_exports_before_anything_is_verified() -> None:
+@on_the_engines_loop
+async def test_the_model_is_loaded_from_exports_before_anything_is_verified() -> None:
     manifest = Manifest.layout([("a", "uint8", (1200,)), ("b", "uint8", (140,))]).to_wire()
     regions = [[0, 1200, 7], [1280, 140, 8]]
 
-    async def body() -> None:
-        core = ScriptedCore()
-        core.regions = regions
-        async with engine_over(core) as engine:
-            await engine.prepare_update(1, manifest, EXPORTS)
-            await engine.pause("abort")
-            core.done.clear()
-            loaded = await engine.load()
-            assert (loaded, core.done) == ({"nbytes": 1340}, ["load"])
+    core = ScriptedCore()
+    core.regions = regions
+    async with engine_over(core) as engine:
+        await engine.prepare_update(1, manifest, EXPORTS)
+        await engine.pause("abort")
+        core.done.clear()
+        loaded = await engine.load()
+        assert (loaded, core.done) == ({"nbytes": 1340}, ["load"])
 
-            assert await engine.verify_update(regions) == []
-            assert core.done == ["load"]
+        assert await engine.verify_update(regions) == []
+        assert core.done == ["load"]
+        await engine.commit_update()
+
+        await engine.prepare_update(2, NO_TENSORS, EXPORTS)
+        await engine.load()
+        assert len(await engine.verify_update([[0, 1200, 9]])) == 1
+        with pytest.raises(EngineError, match="differ from those that were sent"):
             await engine.commit_update()
 
-            await engine.prepare_update(2, NO_TENSORS, EXPORTS)
-            await engine.load()
-            assert len(await engine.verify_update([[0, 1200, 9]])) == 1
-            with pytest.raises(EngineError, match="differ from those that were sent"):
-                await engine.commit_update()
-
-            await engine.abort_update()
-            await engine.prepare_update(3, manifest, EXPORTS)
-            await engine.load()
-            with pytest.raises(ValueError, match="unpack"):
-                await engine.verify_update([[1]])
-            with pytest.raises(EngineError, match="differ from those that were sent"):
-                await engine.commit_update()
-
-    run_async(body)
+        await engine.abort_update()
+        await engine.prepare_update(3, manifest, EXPORTS)
+        await engine.load()
+        with pytest.raises(ValueError, match="unpack"):
+            await engine.verify_update([[1]])
+        with pytest.raises(EngineError, match="differ from those that were sent"):
+            await engine.commit_update()
 
 
-def test_requests_that_wait_when_weights_come_are_aborted() -> None:
+@on_the_engines_loop
+async def test_requests_that_wait_when_weights_come_are_aborted() -> None:
     """Their prompts may be cached under the older weights."""
+    core = ScriptedCore()
+    async with running(engine := engine_over(core)):
+        await serving_one(engine)
+        core.tokens_come.clear()
+        await engine.submit([wire_request(1, [1, 2]), wire_request(2, [1, 2])])
+        await engine.prepare_update(2, NO_TENSORS, EXPORTS)
+        await engine.pause("keep")
+        core.done.clear()
 
-    async def body() -> None:
-        core = ScriptedCore()
-        async with running(engine := engine_over(core)):
-            await serving_one(engine)
-            core.tokens_come.clear()
-            await engine.submit([wire_request(1, [1, 2]), wire_request(2, [1, 2])])
-            await engine.prepare_update(2, NO_TENSORS, EXPORTS)
-            await engine.pause("keep")
-            core.done.clear()
+        await engine.load()
 
-            await engine.load()
-
-            assert core.done == ["abort 2", "load"]
-
-    run_async(body)
+        assert core.done == ["abort 2", "load"]
 
 
 class StagingCore(ScriptedCore):
@@ -143,96 +136,87 @@ async def serving_one(engine: AdapterEngine) -> None:
     await engine.commit_update()
 
 
-def test_an_engine_takes_requests_while_an_update_is_staged() -> None:
-    async def body() -> None:
-        core = StagingCore()
-        async with running(engine := engine_over(core)):
-            await serving_one(engine)
-            core.has_read.clear()
-            core.has_opened.clear()
-            async with asyncio.TaskGroup() as tasks:
-                beginning = tasks.create_task(engine.prepare_update(2, NO_TENSORS, EXPORTS))
-                await core.has_opened.wait()
-                await engine.submit([wire_request(1, [1, 2], max_new_tokens=2)])
-                collector = Collector()
-                await collect(engine, collector, 1)
-                assert not beginning.done()
-                core.has_read.set()
+@on_the_engines_loop
+async def test_an_engine_takes_requests_while_an_update_is_staged() -> None:
+    core = StagingCore()
+    async with running(engine := engine_over(core)):
+        await serving_one(engine)
+        core.has_read.clear()
+        core.has_opened.clear()
+        async with asyncio.TaskGroup() as tasks:
+            beginning = tasks.create_task(engine.prepare_update(2, NO_TENSORS, EXPORTS))
+            await core.has_opened.wait()
+            await engine.submit([wire_request(1, [1, 2], max_new_tokens=2)])
+            collector = Collector()
+            await collect(engine, collector, 1)
+            assert not beginning.done()
+            core.has_read.set()
 
-            assert len(collector[1].tokens) == 2
-            await engine.pause("abort")
+        assert len(collector[1].tokens) == 2
+        await engine.pause("abort")
+        await engine.load()
+
+
+@on_the_engines_loop
+async def test_an_update_that_is_being_staged_can_be_left() -> None:
+    core = StagingCore()
+    async with running(engine := engine_over(core)):
+        await serving_one(engine)
+        core.has_read.clear()
+        core.has_opened.clear()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(engine.prepare_update(2, NO_TENSORS, EXPORTS))
+            await core.has_opened.wait()
+            await engine.abort_update()
+
+        assert (await engine.stats())["version"] == 1
+        with pytest.raises(WeightSyncError, match="no update is in progress"):
             await engine.load()
 
-    run_async(body)
 
-
-def test_an_update_that_is_being_staged_can_be_left() -> None:
-    async def body() -> None:
-        core = StagingCore()
-        async with running(engine := engine_over(core)):
-            await serving_one(engine)
-            core.has_read.clear()
-            core.has_opened.clear()
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(engine.prepare_update(2, NO_TENSORS, EXPORTS))
-                await core.has_opened.wait()
-                await engine.abort_update()
-
-            assert (await engine.stats())["version"] == 1
-            with pytest.raises(WeightSyncError, match="no update is in progress"):
-                await engine.load()
-
-    run_async(body)
-
-
-def test_an_update_that_waits_to_be_loaded_cannot_be_committed() -> None:
+@on_the_engines_loop
+async def test_an_update_that_waits_to_be_loaded_cannot_be_committed() -> None:
     """The version before it was loaded, and this one was not."""
-
-    async def body() -> None:
-        core = ScriptedCore()
-        async with running(engine := engine_over(core)):
-            await serving_one(engine)
-            await engine.prepare_update(2, NO_TENSORS, EXPORTS)
-            core.may_go_on.clear()
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(engine.probe_import([]))  # what is loaded waits for it
-                await asyncio.sleep(0)
-                tasks.create_task(engine.load())
-                await asyncio.sleep(0)
-                with pytest.raises(WeightSyncError, match="no update is in progress"):
-                    await engine.commit_update()
-                core.may_go_on.set()
-
-    run_async(body)
+    core = ScriptedCore()
+    async with running(engine := engine_over(core)):
+        await serving_one(engine)
+        await engine.prepare_update(2, NO_TENSORS, EXPORTS)
+        core.may_go_on.clear()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(engine.probe_import([]))  # what is loaded waits for it
+            await asyncio.sleep(0)
+            tasks.create_task(engine.load())
+            await asyncio.sleep(0)
+            with pytest.raises(WeightSyncError, match="no update is in progress"):
+                await engine.commit_update()
+            core.may_go_on.set()
 
 
-def test_workers_close_all_memory_when_an_update_is_aborted_or_ranks_may_have_ended(
+@on_the_engines_loop
+async def test_workers_close_all_memory_when_an_update_is_aborted_or_ranks_may_have_ended(
     tmp_path: Path,
 ) -> None:
-    async def body() -> None:
-        core = ScriptedCore()
-        async with engine_over(core) as engine:
-            await publish(engine, WEIGHTS, 1, tmp_path)
-            await engine.pause("abort")
-            await engine.sleep(2)
-            assert "close" not in core.done
-            await engine.wake(["weights", "kv_cache"])
-            await engine.abort_update()  # as warm engines are brought to rest
-            assert core.done[-1] == "close"
-            core.done.clear()
+    core = ScriptedCore()
+    async with engine_over(core) as engine:
+        await publish(engine, WEIGHTS, 1, tmp_path)
+        await engine.pause("abort")
+        await engine.sleep(2)
+        assert "close" not in core.done
+        await engine.wake(["weights", "kv_cache"])
+        await engine.abort_update()  # as warm engines are brought to rest
+        assert core.done[-1] == "close"
+        core.done.clear()
 
-            await engine.prepare_update(2, NO_TENSORS, EXPORTS)
-            await engine.load()
-            await engine.commit_update()
-            await engine.sleep(2)
-            assert "close" not in core.done
-            await engine.abort_update()
-            assert core.done[-1] == "close"
+        await engine.prepare_update(2, NO_TENSORS, EXPORTS)
+        await engine.load()
+        await engine.commit_update()
+        await engine.sleep(2)
+        assert "close" not in core.done
+        await engine.abort_update()
+        assert core.done[-1] == "close"
 
-            await engine.abort_update()
-            assert core.done.count("close") == 1
-
-    run_async(body)
+        await engine.abort_update()
+        assert core.done.count("close") == 1
 
 
 @asynccontextmanager
