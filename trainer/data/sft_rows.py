@@ -158,8 +158,9 @@ class SftRows:
         ]
         if not learned:
             raise DataError(
-                "no message of the assistant, and so nothing to learn: give one as the last "
-                f"message or in column {column!r} ({_COMPLETION}), or leave the row out"
+                "no message of the assistant, or each has a weight of 0, and so nothing to learn: "
+                f"give one as the last message or in column {column!r} ({_COMPLETION}), or leave "
+                "the row out"
             )
         return _Chat(messages, learned if self.sft.loss_on == "all" else learned[-1:], tools)
 

@@ -245,7 +245,7 @@ def test_a_message_that_is_marked_as_not_to_learn_is_not(
     row = rows().tokenize("row", {"messages": chat}, tokenizer)
 
     assert learned(tokenizer, row) == [f"so|ö{END}"]
-    with pytest.raises(DataError, match="no message of the assistant, and so nothing to learn"):
+    with pytest.raises(DataError, match="no message of the assistant, or each has a weight of 0"):
         rows().tokenize("row", {"messages": chat[:2]}, tokenizer)
 
 
@@ -328,7 +328,7 @@ def test_a_template_that_changes_earlier_messages_gives_the_last_one_only(tmp_pa
         ({"prompt": "2+2="}, "row 7: no column 'completion'.*set sft.completion_column"),
         ({"prompt": "2+2=", "completion": None}, "row 7: column 'completion' .* is null: leave"),
         ({"prompt": "2+2=", "completion": 4}, "row 7: the prompt is text, .* holds a int"),
-        ({"messages": CHAT[:1]}, "row 7: no message of the assistant, and so nothing to learn"),
+        ({"messages": CHAT[:1]}, "row 7: no message of the assistant, or each has a weight of 0"),
         ({"messages": CHAT, "completion": "4"}, "row 7: the chat ends with the assistant's"),
         ({"messages": CHAT[:1], "completion": 4}, "row 7: .* neither text nor messages"),
         ({"prompt": "", "completion": ""}, "row 7: there is no token to learn"),
