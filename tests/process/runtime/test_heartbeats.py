@@ -15,7 +15,7 @@ import zmq.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 from rpc_fixtures import *  # noqa: F403 - the fixtures
-from rpc_process import ActorProcess, connected, run
+from rpc_process import ActorProcess, connected, on_uvloop, run
 
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.heartbeat import Beat, Watchdog
@@ -62,42 +62,40 @@ def test_an_actor_whose_heartbeats_are_malformed_counts_as_silent(folder: Path) 
 
 
 @pytest.mark.slow
-def test_heartbeats_distinguish_idle_blocked_and_stopped(actor: ActorProcess) -> None:
-    async def main() -> None:
-        context = zmq.asyncio.Context()
-        socket = context.socket(zmq.DEALER)
-        socket.linger = 0
-        socket.connect(actor.heartbeat_endpoint)
+@on_uvloop
+async def test_heartbeats_distinguish_idle_blocked_and_stopped(actor: ActorProcess) -> None:
+    context = zmq.asyncio.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.linger = 0
+    socket.connect(actor.heartbeat_endpoint)
 
-        async def beat(timeout_s: float) -> float:
-            """Age of the loop's last tick."""
-            async with asyncio.timeout(timeout_s):
-                await socket.send(b"")
-                incarnation, age_s, _stalled_s = msgpack.unpackb(await socket.recv())
-            assert incarnation == 1
-            return float(age_s)
+    async def beat(timeout_s: float) -> float:
+        """Age of the loop's last tick."""
+        async with asyncio.timeout(timeout_s):
+            await socket.send(b"")
+            incarnation, age_s, _stalled_s = msgpack.unpackb(await socket.recv())
+        assert incarnation == 1
+        return float(age_s)
 
-        try:
-            async with connected(actor.ref) as probe:
-                await probe.call("pid", timeout_s=30.0)
-                while await beat(5.0) >= 1.0:
-                    pass
+    try:
+        async with connected(actor.ref) as probe:
+            await probe.call("pid", timeout_s=30.0)
+            while await beat(5.0) >= 1.0:
+                pass
 
-                async with asyncio.TaskGroup() as tasks:
-                    blocking = tasks.create_task(probe.call("block", 3.0, timeout_s=60.0))
-                    while await beat(5.0) <= 1.0:
-                        assert not blocking.done()
-                        await asyncio.sleep(0.05)
+            async with asyncio.TaskGroup() as tasks:
+                blocking = tasks.create_task(probe.call("block", 3.0, timeout_s=60.0))
+                while await beat(5.0) <= 1.0:
+                    assert not blocking.done()
+                    await asyncio.sleep(0.05)
 
-                actor.stop()
-                with pytest.raises(TimeoutError):
-                    await beat(1.0)
-                actor.send_signal(signal.SIGCONT)
-                async with asyncio.timeout(30.0):
-                    await socket.recv()
-                assert await probe.call("echo", "back", timeout_s=30.0) == "back"
-        finally:
-            socket.close()
-            context.term()
-
-    run(main())
+            actor.stop()
+            with pytest.raises(TimeoutError):
+                await beat(1.0)
+            actor.send_signal(signal.SIGCONT)
+            async with asyncio.timeout(30.0):
+                await socket.recv()
+            assert await probe.call("echo", "back", timeout_s=30.0) == "back"
+    finally:
+        socket.close()
+        context.term()

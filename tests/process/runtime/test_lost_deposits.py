@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from async_tests import on_a_loop
 
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.weights.image.fd_server import MAX_FDS, received_deposit, serve_fds
@@ -53,22 +54,20 @@ def await_closed(num_open: int) -> None:
         time.sleep(0.001)
 
 
-def test_descriptors_of_a_killed_process_are_closed(tmp_path: Path) -> None:
+@on_a_loop
+async def test_descriptors_of_a_killed_process_are_closed(tmp_path: Path) -> None:
     path = str(tmp_path / "fds")
 
-    async def body() -> None:
-        async with serve_fds(path) as server, asyncio.timeout(60.0):
-            num_before = len(os.listdir("/proc/self/fd"))
-            made = depositor(path, "chunks")
-            process = await asyncio.to_thread(made.__enter__)
-            try:
-                assert await asyncio.to_thread(sizes_at, path, "chunks") == list(range(NUM))
-            finally:
-                process.kill()
-                await asyncio.to_thread(made.__exit__, None, None, None)
-            await asyncio.to_thread(await_closed, num_before)
-            assert server.num_deposited == 0
-            with pytest.raises(WeightSyncError, match="no deposited descriptors"):
-                await asyncio.to_thread(sizes_at, path, "chunks")
-
-    asyncio.run(body())
+    async with serve_fds(path) as server, asyncio.timeout(60.0):
+        num_before = len(os.listdir("/proc/self/fd"))
+        made = depositor(path, "chunks")
+        process = await asyncio.to_thread(made.__enter__)
+        try:
+            assert await asyncio.to_thread(sizes_at, path, "chunks") == list(range(NUM))
+        finally:
+            process.kill()
+            await asyncio.to_thread(made.__exit__, None, None, None)
+        await asyncio.to_thread(await_closed, num_before)
+        assert server.num_deposited == 0
+        with pytest.raises(WeightSyncError, match="no deposited descriptors"):
+            await asyncio.to_thread(sizes_at, path, "chunks")

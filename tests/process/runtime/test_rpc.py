@@ -10,24 +10,22 @@ import time
 import numpy as np
 import pytest
 from rpc_fixtures import *  # noqa: F403 - the fixtures
-from rpc_process import ActorProcess, connected, run
+from rpc_process import ActorProcess, connected, on_uvloop, run
 
 from umbra.runtime.errors import ActorNotFound, ConfigError, ProtocolError, RemoteError
 
 pytestmark = pytest.mark.process
 
 
-def test_values_come_back_from_every_kind_of_method(shared: ActorProcess) -> None:
+@on_uvloop
+async def test_values_come_back_from_every_kind_of_method(shared: ActorProcess) -> None:
     value = {"text": "é", "list": [1, -2.5, None, True], "bytes": b"\x00\xff", "ref": shared.ref}
 
-    async def main() -> None:
-        async with connected(shared.ref) as probe:
-            assert await probe.call("echo", value, timeout_s=30.0) == value
-            assert await probe.call("echo", 1, twice=True, timeout_s=30.0) == [1, 1]
-            assert await probe.call("echo_async", value, timeout_s=30.0) == value
-            assert await probe.call("pid", timeout_s=30.0) == shared.pid
-
-    run(main())
+    async with connected(shared.ref) as probe:
+        assert await probe.call("echo", value, timeout_s=30.0) == value
+        assert await probe.call("echo", 1, twice=True, timeout_s=30.0) == [1, 1]
+        assert await probe.call("echo_async", value, timeout_s=30.0) == value
+        assert await probe.call("pid", timeout_s=30.0) == shared.pid
 
 
 @pytest.mark.slow
@@ -60,20 +58,20 @@ def test_calls_of_one_caller_run_in_the_order_they_were_made(actor: ActorProcess
 
 
 @pytest.mark.parametrize("dtype", ["<f4", "<f2", "|b1", "<i8", ">f8"])
-def test_large_arrays_travel_bit_for_bit_without_a_copy(shared: ActorProcess, dtype: str) -> None:
+@on_uvloop
+async def test_large_arrays_travel_bit_for_bit_without_a_copy(
+    shared: ActorProcess, dtype: str
+) -> None:
     array = np.random.default_rng(3).integers(0, 100, (1000, 1000)).astype(dtype)
 
-    async def main() -> None:
-        async with connected(shared.ref) as probe:
-            seen = await probe.call("digest", array, timeout_s=60.0)
-            back = await probe.call("echo", array, timeout_s=60.0)
-        assert seen["sha"] == hashlib.sha256(array.tobytes()).hexdigest()
-        assert (seen["dtype"], seen["shape"]) == (dtype, [1000, 1000])
-        assert (seen["is_view"], seen["is_writeable"]) == (True, False)
-        assert back.tobytes() == array.tobytes()
-        assert not back.flags.owndata
-
-    run(main())
+    async with connected(shared.ref) as probe:
+        seen = await probe.call("digest", array, timeout_s=60.0)
+        back = await probe.call("echo", array, timeout_s=60.0)
+    assert seen["sha"] == hashlib.sha256(array.tobytes()).hexdigest()
+    assert (seen["dtype"], seen["shape"]) == (dtype, [1000, 1000])
+    assert (seen["is_view"], seen["is_writeable"]) == (True, False)
+    assert back.tobytes() == array.tobytes()
+    assert not back.flags.owndata
 
 
 @pytest.mark.parametrize("method", ["fail", "fail_async"])
@@ -103,42 +101,36 @@ def test_an_error_of_umbra_is_raised_as_itself_with_its_remote_cause(shared: Act
 
 
 @pytest.mark.parametrize("method", ["fail_about_a_file", "fail_about_a_file_async"])
-def test_error_texts_without_a_wire_form_do_not_kill_the_actor(
+@on_uvloop
+async def test_error_texts_without_a_wire_form_do_not_kill_the_actor(
     actor: ActorProcess, method: str
 ) -> None:
-    async def main() -> None:
-        async with connected(actor.ref) as probe:
-            with pytest.raises(RemoteError, match=r"caf\\udce9\.jsonl is missing"):
-                await probe.call(method, b"caf\xe9.jsonl", timeout_s=30.0)
-            assert await probe.call("echo", "alive", timeout_s=30.0) == "alive"
-
-    run(main())
+    async with connected(actor.ref) as probe:
+        with pytest.raises(RemoteError, match=r"caf\\udce9\.jsonl is missing"):
+            await probe.call(method, b"caf\xe9.jsonl", timeout_s=30.0)
+        assert await probe.call("echo", "alive", timeout_s=30.0) == "alive"
 
 
 @pytest.mark.parametrize("method", ["fail_unprintably", "fail_unprintably_async"])
-def test_an_error_that_cannot_be_printed_does_not_kill_the_actor(
+@on_uvloop
+async def test_an_error_that_cannot_be_printed_does_not_kill_the_actor(
     actor: ActorProcess, method: str
 ) -> None:
-    async def main() -> None:
-        async with connected(actor.ref) as probe:
-            with pytest.raises(RemoteError, match="Unprintable"):
-                await probe.call(method, timeout_s=30.0)
-            assert await probe.call("echo", "alive", timeout_s=30.0) == "alive"
-
-    run(main())
+    async with connected(actor.ref) as probe:
+        with pytest.raises(RemoteError, match="Unprintable"):
+            await probe.call(method, timeout_s=30.0)
+        assert await probe.call("echo", "alive", timeout_s=30.0) == "alive"
 
 
 @pytest.mark.parametrize("method", ["cancel_itself", "cancel_itself_async"])
-def test_a_callee_that_is_cancelled_from_within_still_answers(
+@on_uvloop
+async def test_a_callee_that_is_cancelled_from_within_still_answers(
     actor: ActorProcess, method: str
 ) -> None:
-    async def main() -> None:
-        async with connected(actor.ref) as probe:
-            with pytest.raises(RemoteError, match="CancelledError"):
-                await probe.call(method, timeout_s=30.0)
-            assert await probe.call("echo", "alive", timeout_s=30.0) == "alive"
-
-    run(main())
+    async with connected(actor.ref) as probe:
+        with pytest.raises(RemoteError, match="CancelledError"):
+            await probe.call(method, timeout_s=30.0)
+        assert await probe.call("echo", "alive", timeout_s=30.0) == "alive"
 
 
 @pytest.mark.parametrize("kind", ["set", "surrogate", "long bytes"])

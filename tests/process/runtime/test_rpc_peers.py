@@ -11,7 +11,17 @@ from pathlib import Path
 import pytest
 import zmq
 from rpc_fixtures import *  # noqa: F403 - the fixtures
-from rpc_process import AT_ONCE_S, ActorProcess, connected, count, make_ref, read_all, run, until
+from rpc_process import (
+    AT_ONCE_S,
+    ActorProcess,
+    connected,
+    count,
+    make_ref,
+    on_uvloop,
+    read_all,
+    run,
+    until_count,
+)
 
 from umbra.runtime.errors import ActorNotFound, ConnectionLost, DeadlineExceeded, MailboxClosed
 from umbra.runtime.rpc.rpc_client import Client
@@ -21,31 +31,25 @@ from umbra.runtime.rpc.wire import ActorRef
 pytestmark = pytest.mark.process
 
 
-def test_a_killed_peer_is_lost_at_once(actor: ActorProcess) -> None:
-    async def main() -> None:
-        async with connected(actor.ref) as probe, asyncio.TaskGroup() as tasks:
+@on_uvloop
+async def test_a_killed_peer_is_lost_at_once(actor: ActorProcess) -> None:
+    async with connected(actor.ref) as probe, asyncio.TaskGroup() as tasks:
 
-            async def call() -> None:
-                with pytest.raises(ConnectionLost, match="probe#1@node"):
-                    await probe.call("sleep", 3600, timeout_s=50.0)
+        async def call() -> None:
+            with pytest.raises(ConnectionLost, match="probe#1@node"):
+                await probe.call("sleep", 3600, timeout_s=50.0)
 
-            async def listen() -> None:
-                with pytest.raises(ConnectionLost):
-                    await read_all(probe, "silence", timeout_s=50.0)
+        async def listen() -> None:
+            with pytest.raises(ConnectionLost):
+                await read_all(probe, "silence", timeout_s=50.0)
 
-            for _ in range(20):
-                tasks.create_task(call())
-            tasks.create_task(listen())
-
-            async def all_running() -> bool:
-                return await count(probe, "began to sleep") == 20
-
-            await until(all_running)
-            actor.send_signal(signal.SIGKILL)
-            killed_at = time.monotonic()
-        assert time.monotonic() - killed_at < AT_ONCE_S
-
-    run(main())
+        for _ in range(20):
+            tasks.create_task(call())
+        tasks.create_task(listen())
+        await until_count(probe, "began to sleep", 20)
+        actor.send_signal(signal.SIGKILL)
+        killed_at = time.monotonic()
+    assert time.monotonic() - killed_at < AT_ONCE_S
 
 
 @pytest.mark.slow
@@ -65,23 +69,17 @@ def test_an_answer_given_before_the_end_is_not_lost(folder: Path) -> None:
             run(main(actor))
 
 
-def test_a_stream_that_ended_is_whole_although_its_peer_is_gone(actor: ActorProcess) -> None:
-    async def main() -> None:
-        async with connected(actor.ref) as probe:
-            async with probe.stream("numbers", 10, timeout_s=60.0, credits=16) as items:
-                received = [await anext(items)]
-
-                async def ended() -> bool:
-                    return await count(probe, "stream closed") == 1
-
-                await until(ended)
-                actor.send_signal(signal.SIGKILL)
-                with pytest.raises(ConnectionLost):
-                    await probe.call("sleep", 3600, timeout_s=60.0)
-                received += [item async for item in items]
-            assert received == list(range(10))
-
-    run(main())
+@on_uvloop
+async def test_a_stream_that_ended_is_whole_although_its_peer_is_gone(actor: ActorProcess) -> None:
+    async with connected(actor.ref) as probe:
+        async with probe.stream("numbers", 10, timeout_s=60.0, credits=16) as items:
+            received = [await anext(items)]
+            await until_count(probe, "stream closed", 1)
+            actor.send_signal(signal.SIGKILL)
+            with pytest.raises(ConnectionLost):
+                await probe.call("sleep", 3600, timeout_s=60.0)
+            received += [item async for item in items]
+        assert received == list(range(10))
 
 
 def test_an_actor_that_is_gone_is_lost_at_once_for_new_callers_too(actor: ActorProcess) -> None:
@@ -99,39 +97,27 @@ def test_an_actor_that_is_gone_is_lost_at_once_for_new_callers_too(actor: ActorP
 
 
 @pytest.mark.slow
-def test_a_vanished_callers_call_is_cancelled(actor: ActorProcess) -> None:
-    async def main() -> None:
-        async with connected(actor.ref) as probe:
-            async with connected(actor.ref) as other, asyncio.TaskGroup() as tasks:
+@on_uvloop
+async def test_a_vanished_callers_call_is_cancelled(actor: ActorProcess) -> None:
+    async with connected(actor.ref) as probe:
+        async with connected(actor.ref) as other, asyncio.TaskGroup() as tasks:
 
-                async def call() -> None:
-                    with pytest.raises(MailboxClosed):
-                        await other.call("sleep", 3600, timeout_s=50.0)
+            async def call() -> None:
+                with pytest.raises(MailboxClosed):
+                    await other.call("sleep", 3600, timeout_s=50.0)
 
-                tasks.create_task(call())
-
-                async def has_begun() -> bool:
-                    return await count(probe, "began to sleep") == 1
-
-                await until(has_begun)
-                other._client.close()  # pyright: ignore[reportPrivateUsage]
-
-            async def was_cancelled() -> bool:
-                return await count(probe, "sleep cancelled") == 1
-
-            await until(was_cancelled, 5.0)
-
-    run(main())
+            tasks.create_task(call())
+            await until_count(probe, "began to sleep", 1)
+            other._client.close()  # pyright: ignore[reportPrivateUsage]
+        await until_count(probe, "sleep cancelled", 1, 5.0)
 
 
-def test_a_closed_client_refuses_calls(shared: ActorProcess) -> None:
-    async def main() -> None:
-        async with connected(shared.ref) as probe:
-            await probe.call("pid", timeout_s=30.0)
-        with pytest.raises(MailboxClosed):
-            await probe.call("pid", timeout_s=30.0)
-
-    run(main())
+@on_uvloop
+async def test_a_closed_client_refuses_calls(shared: ActorProcess) -> None:
+    async with connected(shared.ref) as probe:
+        await probe.call("pid", timeout_s=30.0)
+    with pytest.raises(MailboxClosed):
+        await probe.call("pid", timeout_s=30.0)
 
 
 def test_a_call_for_an_earlier_incarnation_is_refused(folder: Path) -> None:
@@ -211,19 +197,19 @@ def test_a_call_that_is_not_idempotent_is_not_retried_but_the_next_one_finds_the
             restarter.current.end()
 
 
-def test_a_callee_that_lost_a_peer_of_its_own_is_not_called_again(actor: ActorProcess) -> None:
+@on_uvloop
+async def test_a_callee_that_lost_a_peer_of_its_own_is_not_called_again(
+    actor: ActorProcess,
+) -> None:
     async def resolve(lost: ActorRef, timeout_s: float) -> ActorRef:
         del lost, timeout_s
         return actor.ref
 
-    async def main() -> None:
-        async with Client("node") as client:
-            probe = client.handle(actor.ref, resolve)
-            with pytest.raises(ConnectionLost, match="third party"):
-                await probe.call("lose_a_peer_of_its_own", timeout_s=3.0)
-            assert await count(probe, "lost a peer") == 1
-
-    run(main())
+    async with Client("node") as client:
+        probe = client.handle(actor.ref, resolve)
+        with pytest.raises(ConnectionLost, match="third party"):
+            await probe.call("lose_a_peer_of_its_own", timeout_s=3.0)
+        assert await count(probe, "lost a peer") == 1
 
 
 class Recorder:
@@ -237,21 +223,19 @@ class Recorder:
         return text
 
 
-def test_a_call_that_arrives_before_the_server_runs_is_answered(folder: Path) -> None:
-    async def main() -> None:
-        server = ActorServer([Recorder()], 1)
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        ref = make_ref(folder)
-        server.bind(context.socket(zmq.ROUTER), ref.ipc_endpoint)
-        async with connected(ref) as handle, asyncio.TaskGroup() as tasks:
-            early = tasks.create_task(handle.call("note", "early", timeout_s=30.0))
-            await asyncio.sleep(0.2)
-            serving = tasks.create_task(server.run())
-            assert await early == "early"
-            serving.cancel()
-        context.term()
-
-    run(main())
+@on_uvloop
+async def test_a_call_that_arrives_before_the_server_runs_is_answered(folder: Path) -> None:
+    server = ActorServer([Recorder()], 1)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    ref = make_ref(folder)
+    server.bind(context.socket(zmq.ROUTER), ref.ipc_endpoint)
+    async with connected(ref) as handle, asyncio.TaskGroup() as tasks:
+        early = tasks.create_task(handle.call("note", "early", timeout_s=30.0))
+        await asyncio.sleep(0.2)
+        serving = tasks.create_task(server.run())
+        assert await early == "early"
+        serving.cancel()
+    context.term()
 
 
 def test_a_call_that_ends_before_its_peer_listens_never_runs(folder: Path) -> None:
@@ -284,11 +268,7 @@ def test_sigterm_ends_an_actor_with_running_calls_cleanly(actor: ActorProcess) -
                     await probe.call("sleep", 3600, timeout_s=50.0)
 
             tasks.create_task(call())
-
-            async def has_begun() -> bool:
-                return await count(probe, "began to sleep") == 1
-
-            await until(has_begun)
+            await until_count(probe, "began to sleep", 1)
             actor.send_signal(signal.SIGTERM)
 
     run(main())
@@ -314,10 +294,8 @@ def test_callers_that_got_a_large_answer_cost_no_memory(actor: ActorProcess) -> 
     assert resident_mib() - before < 15
 
 
-def test_a_client_holds_connections_to_hundreds_of_actors(folder: Path) -> None:
-    async def main() -> None:
-        async with Client("node") as client:
-            for idx in range(1, 401):  # libzmq's default allows 341
-                client.connection(make_ref(folder, incarnation=idx), awaits_start=True)
-
-    run(main())
+@on_uvloop
+async def test_a_client_holds_connections_to_hundreds_of_actors(folder: Path) -> None:
+    async with Client("node") as client:
+        for idx in range(1, 401):  # libzmq's default allows 341
+            client.connection(make_ref(folder, incarnation=idx), awaits_start=True)

@@ -9,7 +9,16 @@ import time
 import pytest
 import zmq
 from rpc_fixtures import *  # noqa: F403 - the fixtures
-from rpc_process import AT_ONCE_S, ActorProcess, connected, count, read_all, run, until
+from rpc_process import (
+    AT_ONCE_S,
+    ActorProcess,
+    connected,
+    count,
+    on_uvloop,
+    read_all,
+    run,
+    until_count,
+)
 
 from umbra.runtime.errors import DeadlineExceeded, ProtocolError, RemoteError
 from umbra.runtime.rpc.loop_socket import LoopSocket
@@ -18,53 +27,43 @@ from umbra.runtime.rpc.wire import Frame
 pytestmark = pytest.mark.process
 
 
-def test_a_stream_gives_every_item_in_order(shared: ActorProcess) -> None:
-    async def main() -> None:
-        async with connected(shared.ref) as probe:
-            for credits in (1, 2, 16, 5000):
-                async with probe.stream("numbers", 1000, timeout_s=60.0, credits=credits) as items:
-                    assert [item async for item in items] == list(range(1000))
-
-    run(main())
+@on_uvloop
+async def test_a_stream_gives_every_item_in_order(shared: ActorProcess) -> None:
+    async with connected(shared.ref) as probe:
+        for credits in (1, 2, 16, 5000):
+            async with probe.stream("numbers", 1000, timeout_s=60.0, credits=credits) as items:
+                assert [item async for item in items] == list(range(1000))
 
 
 @pytest.mark.slow
-def test_a_slow_reader_slows_the_writer(actor: ActorProcess) -> None:
+@on_uvloop
+async def test_a_slow_reader_slows_the_writer(actor: ActorProcess) -> None:
     credits = 8
 
-    async def main() -> None:
-        async with (
-            connected(actor.ref) as probe,
-            probe.stream("numbers", 10**9, timeout_s=60.0, credits=credits) as items,
-        ):
-            num_taken = 0
-            for num_more in (1, 20):
-                for _ in range(num_more):
-                    await anext(items)
-                    num_taken += 1
-                # Time enough for thousands of items, were they not held back.
-                await asyncio.sleep(0.2)
-                assert 0 <= await count(probe, "yielded") - num_taken <= credits
-
-    run(main())
+    async with (
+        connected(actor.ref) as probe,
+        probe.stream("numbers", 10**9, timeout_s=60.0, credits=credits) as items,
+    ):
+        num_taken = 0
+        for num_more in (1, 20):
+            for _ in range(num_more):
+                await anext(items)
+                num_taken += 1
+            # Time enough for thousands of items, were they not held back.
+            await asyncio.sleep(0.2)
+            assert 0 <= await count(probe, "yielded") - num_taken <= credits
 
 
-def test_closing_a_stream_cancels_the_generator(actor: ActorProcess) -> None:
-    async def main() -> None:
-        async with connected(actor.ref) as probe:
-            async with probe.stream("silence", timeout_s=60.0) as items:
-                assert await anext(items) == 0
-            async with probe.stream("numbers", 10**9, timeout_s=60.0, credits=4) as items:
-                async for item in items:
-                    if item == 10:
-                        break
-
-            async def both_closed() -> bool:
-                return await count(probe, "stream closed") == 2
-
-            await until(both_closed, AT_ONCE_S)
-
-    run(main())
+@on_uvloop
+async def test_closing_a_stream_cancels_the_generator(actor: ActorProcess) -> None:
+    async with connected(actor.ref) as probe:
+        async with probe.stream("silence", timeout_s=60.0) as items:
+            assert await anext(items) == 0
+        async with probe.stream("numbers", 10**9, timeout_s=60.0, credits=4) as items:
+            async for item in items:
+                if item == 10:
+                    break
+        await until_count(probe, "stream closed", 2, AT_ONCE_S)
 
 
 def test_a_stream_that_fails_gives_its_items_first(shared: ActorProcess) -> None:
@@ -83,18 +82,14 @@ def test_a_stream_that_fails_gives_its_items_first(shared: ActorProcess) -> None
     assert received == [0, 1, 2, 3, 4]
 
 
-def test_a_silent_stream_ends_at_its_deadline_and_its_generator_too(actor: ActorProcess) -> None:
-    async def main() -> None:
-        async with connected(actor.ref) as probe:
-            with pytest.raises(DeadlineExceeded, match=r"no item for 0\.3 s"):
-                await read_all(probe, "silence", timeout_s=0.3)
-
-            async def closed() -> bool:
-                return await count(probe, "stream closed") == 1
-
-            await until(closed, AT_ONCE_S)
-
-    run(main())
+@on_uvloop
+async def test_a_silent_stream_ends_at_its_deadline_and_its_generator_too(
+    actor: ActorProcess,
+) -> None:
+    async with connected(actor.ref) as probe:
+        with pytest.raises(DeadlineExceeded, match=r"no item for 0\.3 s"):
+            await read_all(probe, "silence", timeout_s=0.3)
+        await until_count(probe, "stream closed", 1, AT_ONCE_S)
 
 
 def test_a_generator_whose_clean_up_fails_does_not_kill_the_actor(actor: ActorProcess) -> None:
@@ -109,19 +104,19 @@ def test_a_generator_whose_clean_up_fails_does_not_kill_the_actor(actor: ActorPr
     assert "the clean-up failed" in actor.log()
 
 
-def test_a_stream_called_as_a_method_and_the_reverse_fail_at_once(shared: ActorProcess) -> None:
-    async def main() -> None:
-        async with connected(shared.ref) as probe:
-            before = time.monotonic()
-            with pytest.raises(RemoteError, match="stream"):
-                await probe.call("numbers", 3, timeout_s=60.0)
-            with pytest.raises(ProtocolError, match="not a generator"):
-                await read_all(probe, "echo", 1)
-            with pytest.raises(ValueError, match="credits"):
-                await read_all(probe, "numbers", 3, credits=0)
-            assert time.monotonic() - before < AT_ONCE_S
-
-    run(main())
+@on_uvloop
+async def test_a_stream_called_as_a_method_and_the_reverse_fail_at_once(
+    shared: ActorProcess,
+) -> None:
+    async with connected(shared.ref) as probe:
+        before = time.monotonic()
+        with pytest.raises(RemoteError, match="stream"):
+            await probe.call("numbers", 3, timeout_s=60.0)
+        with pytest.raises(ProtocolError, match="not a generator"):
+            await read_all(probe, "echo", 1)
+        with pytest.raises(ValueError, match="credits"):
+            await read_all(probe, "numbers", 3, credits=0)
+        assert time.monotonic() - before < AT_ONCE_S
 
 
 def test_a_message_that_arrives_before_a_failed_send_is_delivered() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
 import msgpack
 import uvloop
@@ -33,6 +34,7 @@ TEST_TIMEOUT_S = 100.0
 AT_ONCE_S = 10.0
 """Far below every deadline used here, far above what a busy machine needs."""
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -168,6 +170,16 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
         return runner.run(in_time())
 
 
+def on_uvloop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
+    """Makes a test of a coroutine, which `run` runs."""
+
+    @functools.wraps(test)
+    def run_test(*args: P.args, **kwargs: P.kwargs) -> None:
+        run(test(*args, **kwargs))
+
+    return run_test
+
+
 async def until(
     condition: Callable[[], Awaitable[bool]], timeout_s: float = 60.0, what: str = "it"
 ) -> None:
@@ -176,6 +188,15 @@ async def until(
     while not await condition():
         assert time.monotonic() < deadline, f"{what} did not happen within {timeout_s} s"
         await asyncio.sleep(0.01)
+
+
+async def until_count(probe: Handle, event: str, num: int, timeout_s: float = 60.0) -> None:
+    """Waits until the probe has counted so many of its events."""
+
+    async def is_reached() -> bool:
+        return await count(probe, event) == num
+
+    await until(is_reached, timeout_s, event)
 
 
 async def count(probe: Handle, what: str) -> int:

@@ -167,22 +167,20 @@ async def test_under_the_bound_admission_does_not_wait(tmp_path: Path, disk: Dis
         assert life.flow.num_admitted == 4
 
 
-def test_a_disk_that_is_full_fails_the_job_where_nobody_appends(
+@on_a_loop
+async def test_a_disk_that_is_full_fails_the_job_where_nobody_appends(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(descriptor: int, data: object) -> int:
         raise OSError(28, "No space left on device")
 
-    async def body() -> None:
-        async with living(tmp_path, disk) as (life, _):
-            life.flow.advance(0)
-            await life.recorder.durable()
-            monkeypatch.setattr(os, "writev", full)
-            fill(life, MAX_QUEUED_NBYTES)
-            await until(lambda: bool(life.failures))
-            assert "the disk is full" in str(life.failures)
-
-    asyncio.run(body())
+    async with living(tmp_path, disk) as (life, _):
+        life.flow.advance(0)
+        await life.recorder.durable()
+        monkeypatch.setattr(os, "writev", full)
+        fill(life, MAX_QUEUED_NBYTES)
+        await until(lambda: bool(life.failures))
+        assert "the disk is full" in str(life.failures)
 
 
 @on_a_loop

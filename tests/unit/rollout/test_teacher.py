@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from async_tests import on_a_loop
 from dispatch_bench import A, B, Bench, delta
 from rollout_samples import make_trajectory
 
@@ -48,99 +49,91 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def test_questions_are_asked_together_and_withdrawn_ones_cost_the_teacher_nothing() -> None:
-    async def body() -> None:
-        pool, failures, answers = Pool(), list[UmbraError](), list[Any]()
-        context: Any = pool
-        teacher = Teacher(PoolScorer("teacher-generator", context, 9.0), failures.append)
-        samples = [sample_of(token) for token in (5, 6, 7)]
-        for sample in (*samples, early := sample_of(8)):
-            teacher.ask(sample, sample.prompt_tokens, answers.append)
-        teacher.withdraw([early])  # before the teacher runs
-        async with asyncio.TaskGroup() as tasks:
-            running = tasks.create_task(teacher.run())
-            await settle()
+@on_a_loop
+async def test_questions_are_asked_together_and_withdrawn_ones_cost_the_teacher_nothing() -> None:
+    pool, failures, answers = Pool(), list[UmbraError](), list[Any]()
+    context: Any = pool
+    teacher = Teacher(PoolScorer("teacher-generator", context, 9.0), failures.append)
+    samples = [sample_of(token) for token in (5, 6, 7)]
+    for sample in (*samples, early := sample_of(8)):
+        teacher.ask(sample, sample.prompt_tokens, answers.append)
+    teacher.withdraw([early])  # before the teacher runs
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(teacher.run())
+        await settle()
 
-            teacher.withdraw(samples[:1])
-            pool.answers[6].set_result(np.asarray([-0.5], np.float32))
-            pool.answers[7].set_exception(DeadlineExceeded("no answer in 9 s"))
-            await settle()
+        teacher.withdraw(samples[:1])
+        pool.answers[6].set_result(np.asarray([-0.5], np.float32))
+        pool.answers[7].set_exception(DeadlineExceeded("no answer in 9 s"))
+        await settle()
 
-            assert pool.answers[5].cancelled()
-            assert 8 not in pool.answers
-            assert [found.tolist() for found in answers] == [[-0.5]]
-            (failure,) = failures
-            assert str(failure) == "the teacher did not score e0/p/0: no answer in 9 s"
-            teacher.withdraw(samples)  # they are answered
-            running.cancel()
-
-    asyncio.run(body())
+        assert pool.answers[5].cancelled()
+        assert 8 not in pool.answers
+        assert [found.tolist() for found in answers] == [[-0.5]]
+        (failure,) = failures
+        assert str(failure) == "the teacher did not score e0/p/0: no answer in 9 s"
+        teacher.withdraw(samples)  # they are answered
+        running.cancel()
 
 
-def test_the_policy_s_engines_score_among_their_requests_what_a_stop_text_would_cut() -> None:
-    async def body() -> None:
-        bench = Bench(max_inflight=2, stop=["b"])  # token 1
-        engine = bench.serve(A)
-        for name in ("first", "second", "third"):
-            bench.submit(name)
-        scorer = PolicyScorer(bench.dispatcher, 100, 60.0)
-        async with asyncio.TaskGroup() as tasks:
-            prompt, completion = np.asarray([7, 8], np.int32), np.asarray([2, 1, 3], np.int32)
-            scored = tasks.create_task(scorer.score(prompt, completion))
-            cancelled = tasks.create_task(scorer.score(prompt, completion))
-            await settle()
-            assert bench.dispatcher.num_waiting == 3
-            bench.dispatcher.on_batch(A, delta([(1, 0, [0], 0), (2, 0, [0], 0)]))
-            bench.dispatcher.on_batch(A, delta([], [(1, "stop"), (2, "stop")]))
+@on_a_loop
+async def test_the_policy_s_engines_score_among_their_requests_what_a_stop_text_would_cut() -> None:
+    bench = Bench(max_inflight=2, stop=["b"])  # token 1
+    engine = bench.serve(A)
+    for name in ("first", "second", "third"):
+        bench.submit(name)
+    scorer = PolicyScorer(bench.dispatcher, 100, 60.0)
+    async with asyncio.TaskGroup() as tasks:
+        prompt, completion = np.asarray([7, 8], np.int32), np.asarray([2, 1, 3], np.int32)
+        scored = tasks.create_task(scorer.score(prompt, completion))
+        cancelled = tasks.create_task(scorer.score(prompt, completion))
+        await settle()
+        assert bench.dispatcher.num_waiting == 3
+        bench.dispatcher.on_batch(A, delta([(1, 0, [0], 0), (2, 0, [0], 0)]))
+        bench.dispatcher.on_batch(A, delta([], [(1, "stop"), (2, "stop")]))
 
-            asked = engine.requests[2:]  # before the one that came first
-            assert [request["tokens"].tolist() for request in asked] == [[7, 8], [7, 8]]
-            assert [request["forced"].tolist() for request in asked] == [[2, 1, 3], [2, 1, 3]]
-            cancelled.cancel()
-            await settle()
-            assert len(engine.withdrawn) == 1
-            bench.dispatcher.detach(A)
-            (again, *_) = bench.serve(B).requests
-            assert again["forced"].tolist() == [2, 1, 3]
-            answer = (again["id"], 0, [2, 1, 3], 0)
-            bench.dispatcher.on_batch(B, delta([answer], [(again["id"], "length")]))
+        asked = engine.requests[2:]  # before the one that came first
+        assert [request["tokens"].tolist() for request in asked] == [[7, 8], [7, 8]]
+        assert [request["forced"].tolist() for request in asked] == [[2, 1, 3], [2, 1, 3]]
+        cancelled.cancel()
+        await settle()
+        assert len(engine.withdrawn) == 1
+        bench.dispatcher.detach(A)
+        (again, *_) = bench.serve(B).requests
+        assert again["forced"].tolist() == [2, 1, 3]
+        answer = (again["id"], 0, [2, 1, 3], 0)
+        bench.dispatcher.on_batch(B, delta([answer], [(again["id"], "length")]))
 
-        assert scored.result().tolist() == [-1.0, -1.0, -1.0]
-        assert bench.dispatcher.num_generated == 2
-        bench.dispatcher.check_integrity()
-
-    asyncio.run(body())
+    assert scored.result().tolist() == [-1.0, -1.0, -1.0]
+    assert bench.dispatcher.num_generated == 2
+    bench.dispatcher.check_integrity()
 
 
-def test_what_engines_refuse_to_score_is_an_error() -> None:
-    async def body() -> None:
-        bench = Bench()
-        bench.serve(A)
-        scorer = PolicyScorer(bench.dispatcher, 100, 60.0)
-        error = EngineError("no logprobs of forced tokens")
-        asyncio.get_running_loop().call_soon(bench.dispatcher.refuse, A, 1, error)
+@on_a_loop
+async def test_what_engines_refuse_to_score_is_an_error() -> None:
+    bench = Bench()
+    bench.serve(A)
+    scorer = PolicyScorer(bench.dispatcher, 100, 60.0)
+    error = EngineError("no logprobs of forced tokens")
+    asyncio.get_running_loop().call_soon(bench.dispatcher.refuse, A, 1, error)
 
-        with pytest.raises(EngineError, match="no logprobs of forced tokens"):
-            await scorer.score(np.ones(1, np.int32), np.ones(1, np.int32))
+    with pytest.raises(EngineError, match="no logprobs of forced tokens"):
+        await scorer.score(np.ones(1, np.int32), np.ones(1, np.int32))
 
-        assert not bench.failures  # the teacher reports it with the sample
-
-    asyncio.run(body())
+    assert not bench.failures  # the teacher reports it with the sample
 
 
-def test_a_question_that_the_policy_s_engines_do_not_answer_in_time_is_withdrawn() -> None:
-    async def body() -> None:
-        bench = Bench()
-        engine = bench.serve(A)
-        scorer = PolicyScorer(bench.dispatcher, 100, timeout_s=0.0)
+@on_a_loop
+async def test_a_question_that_the_policy_s_engines_do_not_answer_in_time_is_withdrawn() -> None:
+    bench = Bench()
+    engine = bench.serve(A)
+    scorer = PolicyScorer(bench.dispatcher, 100, timeout_s=0.0)
 
-        with pytest.raises(DeadlineExceeded, match="no answer within 0 s"):
-            await scorer.score(np.ones(1, np.int32), np.ones(1, np.int32))
+    with pytest.raises(DeadlineExceeded, match="no answer within 0 s"):
+        await scorer.score(np.ones(1, np.int32), np.ones(1, np.int32))
 
-        assert len(engine.requests) == len(engine.withdrawn) == 1
-        bench.dispatcher.check_integrity()
-
-    asyncio.run(body())
+    assert len(engine.requests) == len(engine.withdrawn) == 1
+    bench.dispatcher.check_integrity()
 
 
 def test_a_teacher_is_shown_another_success_than_the_sample_without_its_end_token() -> None:

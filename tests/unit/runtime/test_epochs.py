@@ -164,28 +164,26 @@ async def test_a_member_may_join_while_the_lead_brings_its_engines_to_rest() -> 
         links.start_over()
 
 
-def test_a_machine_that_was_lost_may_come_back_under_the_same_name() -> None:
+@on_a_loop
+async def test_a_machine_that_was_lost_may_come_back_under_the_same_name() -> None:
     """As in a container, whose host name and process ids are the same after each start."""
     events = Leaving()
 
-    async def run() -> None:
-        async with Client("node-0") as client, asyncio.TaskGroup() as tasks:
-            links = JobLinks(client)
-            links.begin([JobNode(node_id="node-0", num_ranks=1)], 0, 1, events, tasks)
-            await asyncio.sleep(0)  # the links are watched from here on
-            generators = [
-                JobNode(node_id="pod-7", num_ranks=0, tcp_endpoint=f"tcp://10.0.0.2:{port}")
-                for port in (4001, 4002)
-            ]
-            assert await links.admit(generators[0]) == 1
-            with pytest.raises(ConfigError, match="the same id"):
-                await links.admit(generators[1])
-            await links.report(1, 1, {"kind": "left"})
-            await events.has_left.wait()
+    async with Client("node-0") as client, asyncio.TaskGroup() as tasks:
+        links = JobLinks(client)
+        links.begin([JobNode(node_id="node-0", num_ranks=1)], 0, 1, events, tasks)
+        await asyncio.sleep(0)  # the links are watched from here on
+        generators = [
+            JobNode(node_id="pod-7", num_ranks=0, tcp_endpoint=f"tcp://10.0.0.2:{port}")
+            for port in (4001, 4002)
+        ]
+        assert await links.admit(generators[0]) == 1
+        with pytest.raises(ConfigError, match="the same id"):
+            await links.admit(generators[1])
+        await links.report(1, 1, {"kind": "left"})
+        await events.has_left.wait()
 
-            assert await links.admit(generators[1]) == 2
-            assert links.supervisor_at("pod-7").ref == generators[1].supervisor
-            assert links.find_generator("pod-7") == 2
-            links.start_over()
-
-    asyncio.run(run())
+        assert await links.admit(generators[1]) == 2
+        assert links.supervisor_at("pod-7").ref == generators[1].supervisor
+        assert links.find_generator("pod-7") == 2
+        links.start_over()

@@ -7,6 +7,7 @@ import mmap
 from pathlib import Path
 
 import pytest
+from async_tests import on_a_loop
 
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.weights.image.fd_server import serve_fds
@@ -83,21 +84,19 @@ def test_an_image_holds_what_filled_it_to_the_end_last(tmp_path: Path) -> None:
     assert asyncio.run(body()) == ["", "a", "", "c", "", "", "e", ""]
 
 
-def test_pages_are_given_back_although_a_process_has_them_mapped(tmp_path: Path) -> None:
-    async def body() -> None:
-        async with serve_fds(str(tmp_path / "fds")) as server:
-            memory, kept = ImageMemory("pool", server), KeptImage()
-            async with memory.opened(GRID, 1, 1) as (details, progress):
-                image = await asyncio.to_thread(kept.receive, details, 5.0)
-                image.memory[:1] = b"1"
-                progress.set_filled(0, GRID.num_buckets)
-            assert image.memory[:1] == b"1"
+@on_a_loop
+async def test_pages_are_given_back_although_a_process_has_them_mapped(tmp_path: Path) -> None:
+    async with serve_fds(str(tmp_path / "fds")) as server:
+        memory, kept = ImageMemory("pool", server), KeptImage()
+        async with memory.opened(GRID, 1, 1) as (details, progress):
+            image = await asyncio.to_thread(kept.receive, details, 5.0)
+            image.memory[:1] = b"1"
+            progress.set_filled(0, GRID.num_buckets)
+        assert image.memory[:1] == b"1"
 
-            await memory.free()
+        await memory.free()
 
-            assert image.memory[:1] == b"\0"
-            with pytest.raises(WeightSyncError, match="no descriptor of that name"):
-                await asyncio.to_thread(KeptImage().receive, details, 5.0)
-            kept.close()
-
-    asyncio.run(body())
+        assert image.memory[:1] == b"\0"
+        with pytest.raises(WeightSyncError, match="no descriptor of that name"):
+            await asyncio.to_thread(KeptImage().receive, details, 5.0)
+        kept.close()
