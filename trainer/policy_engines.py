@@ -185,6 +185,7 @@ class PolicyEngines:
             if self._policy.keeps_logits and any_rank(bool(lacks)):
                 self._policy.keeps_logits = False
                 self._room = TrainingRoom(self._mesh.device, self._lean_nbytes)
+                self._offload.release_cache()  # of kept logits, to be measured without
                 self._frees = ALL_TAGS  # until steps without kept logits have been measured
                 self._note(f"{first_text(lacks)}. From here on, it computes logits twice")
                 lacks = self._free()

@@ -2,7 +2,7 @@
 
 It lacks room from the end of the step before SHORT_AT, counted from 1, as when another program has
 taken memory. With SHORT_KEEPS, the memory plan keeps logits. Each rank prints when it releases its
-cache.
+cache, and when it measures a step.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ class ShortRoom(policy_engines.TrainingRoom):
     def measure(self) -> None:
         super().measure()
         self.num_steps += 1
+        print(f"rank {os.environ['RANK']} measures a step", flush=True)
 
     def lack(self) -> str:
         is_short = os.environ["RANK"] == "1" and self.num_steps == int(os.environ["SHORT_AT"]) - 1

@@ -136,3 +136,6 @@ def test_ranks_give_up_kept_logits_before_engines_sleep(
     # The second lack, in the fifth step, is that of engines awake again.
     assert output.index(first) < output.index(second), output
     assert freed(events) == [BOTH] * STEPS
+    # What kept logits took is not measured as if the third step needed it.
+    released = [each.count("rank 0 releases") for each in output.split("rank 0 measures a step")]
+    assert released[2] == released[1] + 1, output
