@@ -123,6 +123,9 @@ def _too_cold(section: str) -> Iterator[Rule]:
     )
 
 
+_NO_EMBEDDINGS: Final = (
+    "model.lora.rank > 0 and not {'embed_tokens', 'lm_head'}.intersection(model.lora.targets)"
+)
 _OPTIMIZATION: Final = (
     Rule(
         "error",
@@ -170,7 +173,19 @@ _OPTIMIZATION: Final = (
         "train.min_lr_ratio",
     ),
     *_unused(
-        "train.optimizer == 'muon' and model.lora.rank > 0",  # adapters are matrices
+        "model.lora.rank > 0",  # adapters are matrices
+        "set model.lora.rank to 0",
+        "train.vector_lr_ratio",
+        "train.vector_weight_decay",
+    ),
+    *_unused(
+        _NO_EMBEDDINGS,
+        "name embed_tokens or lm_head in model.lora.targets",
+        "train.embedding_lr_ratio",
+        "train.embedding_weight_decay",
+    ),
+    *_unused(
+        f"train.optimizer == 'muon' and {_NO_EMBEDDINGS}",
         "use train.optimizer = 'adamw'",
         "train.betas",
         "train.eps",

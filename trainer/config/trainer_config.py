@@ -380,13 +380,18 @@ class TrainSection(Settings):
             `rollout.groups_per_step` prompts. Prompts that `data.overlong` leaves out do not count,
             and dropped ones add no steps.
         optimizer: "muon" (docs/algorithms.md) takes half of AdamW's memory for the matrices that it
-            trains, "adamw_8bit" a quarter for all matrices. All use one learning rate.
+            trains, "adamw_8bit" a quarter for all matrices. Good learning rates are the same.
         learning_rate: Peak learning rate, after warm-up.
         schedule: How the learning rate falls after warm-up, until the last step.
         warmup_steps: Steps over which the learning rate rises from near 0 to its peak.
         warmup_ratio: The same as a share of all steps, instead of `warmup_steps`.
         min_lr_ratio: Share of the peak learning rate that is left at the last step.
-        weight_decay: Decoupled weight decay. Vectors, such as those of norms, have none.
+        weight_decay: Decoupled weight decay of matrices.
+        embedding_lr_ratio: Learning rate of embeddings and head as a multiple of `learning_rate`. A
+            critic's new head has its whole rate.
+        embedding_weight_decay: Weight decay of embeddings and head. Default: `weight_decay`.
+        vector_lr_ratio: As `embedding_lr_ratio`, for vectors: norms and biases.
+        vector_weight_decay: Weight decay of vectors.
         betas: Decay rates of AdamW's first and second moments.
         eps: Added to AdamW's denominator. Larger values damp the update of parameters whose
             gradients are small.
@@ -482,6 +487,10 @@ class TrainSection(Settings):
     warmup_ratio: Share = 0.0
     min_lr_ratio: Annotated[float, Bounds(ge=0, le=1)] = 0.0
     weight_decay: Annotated[float, Bounds(ge=0)] = 0.0
+    embedding_lr_ratio: Annotated[float, Bounds(gt=0)] = 1.0
+    embedding_weight_decay: Annotated[float, Bounds(ge=0)] | None = None
+    vector_lr_ratio: Annotated[float, Bounds(gt=0)] = 1.0
+    vector_weight_decay: Annotated[float, Bounds(ge=0)] = 0.0
     betas: tuple[Share, Share] = (0.9, 0.999)
     eps: Annotated[float, Bounds(gt=0)] = 1e-8
     ema: Share = 0.0

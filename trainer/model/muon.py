@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Final, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 _MOMENTUM: Final = 0.95
@@ -31,9 +31,6 @@ class Muon(torch.optim.Optimizer):
     every n-th matrix and broadcasts it. A parameter with three axes is a stack of matrices.
     `step` is collective over all ranks, and needs the state "momentum" of each parameter.
     """
-
-    def __init__(self, parameters: Sequence[nn.Parameter], lr: float, weight_decay: float) -> None:
-        super().__init__(list(parameters), {"lr": lr, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -73,23 +70,6 @@ class Muon(torch.optim.Optimizer):
         momentum.lerp_(gradient, 1 - _MOMENTUM)
         direction = gradient.lerp(momentum, _MOMENTUM).to(_computing_dtype(parameter))
         return cast("DTensor", direction)
-
-
-def hidden_matrices(model: nn.Module) -> set[str]:
-    """Names of the parameters that Muon is for: all but vectors, embeddings, convolutions and the
-    head, as its authors have it."""
-    head: nn.Module | None = cast("Any", model).get_output_embeddings()
-    others = {
-        id(parameter)
-        for module in model.modules()
-        if module is head or isinstance(module, nn.Embedding | nn.Conv1d)
-        for parameter in module.parameters(recurse=False)
-    }
-    return {
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.ndim >= 2 and id(parameter) not in others
-    }
 
 
 def orthogonal(matrices: Tensor) -> Tensor:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, assert_never, cast
 
 import torch
@@ -21,6 +21,9 @@ _ADAMW_OPTIONS: Final = ("lr", "weight_decay", "eps", "amsgrad", "maximize", "fu
 EMA: Final = "ema"
 """The kind of state that is a parameter's moving average."""
 Schedule = Literal["constant", "linear", "cosine"]
+ParameterKind = Literal["hidden", "embedding", "vector", "other"]
+_Group = tuple[type[torch.optim.Optimizer], float, float]
+"""An optimizer, its parameters' share of the learning rate, and their weight decay."""
 
 
 def learning_rate_factor(
@@ -47,25 +50,47 @@ def learning_rate_factor(
             assert_never(schedule)
 
 
+def parameter_kinds(model: nn.Module, *, is_critic: bool) -> dict[str, ParameterKind]:
+    """By name. "hidden" are those that Muon is for: all but vectors, embeddings, convolutions and
+    the head, as its authors have it. The head is an "embedding", but a critic's is not. Adapters
+    are of their layer's kind."""
+    head: nn.Module | None = cast("Any", model).get_output_embeddings()
+    kinds: dict[int, ParameterKind] = {}
+    for module in model.modules():
+        if isinstance(module, nn.Conv1d) or (is_critic and module is head):
+            kind = "other"
+        elif isinstance(module, nn.Embedding) or module is head:
+            kind = "embedding"
+        else:
+            continue
+        kinds |= {id(parameter): kind for parameter in module.parameters()}
+    return {
+        name: "vector" if parameter.ndim < 2 else kinds.get(id(parameter), "hidden")
+        for name, parameter in model.named_parameters()
+    }
+
+
 class ModelOptimizer:
     """The optimizer of a model's trained parameters: AdamW (Loshchilov and Hutter 2017,
-    arXiv:1711.05101), or with `train.optimizer = "muon"` Muon for those in `hidden`, the names of
-    the hidden layers' matrices, and AdamW for the others. "adamw_8bit" has moments of 8 bits for
-    matrices. Vectors (norms, biases) do not decay.
+    arXiv:1711.05101), or with `train.optimizer = "muon"` Muon for the hidden ones and AdamW for the
+    others. "adamw_8bit" has moments of 8 bits for matrices. `kinds` has the kind of each by name.
 
     With `train.ema`, it also has the exponential moving average of the parameters, at least in
     float32. It begins with the first parameters and takes the new ones in after each step.
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], hidden: Collection[str], train: TrainSection
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        kinds: Mapping[str, ParameterKind],
+        train: TrainSection,
     ) -> None:
         self._train = train
         self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
-        by_kind = defaultdict[type[torch.optim.Optimizer], list[nn.Parameter]](list)
+        groups = defaultdict[_Group, list[nn.Parameter]](list)
         for name, parameter in self._parameters.items():
-            by_kind[_kind(train, parameter, is_hidden=name in hidden)].append(parameter)
-        self._optimizers = [_make(kind, group, train) for kind, group in by_kind.items()]
+            groups[_group(parameter, kinds[name], train)].append(parameter)
+        self._optimizers = [_make(*group, members, train) for group, members in groups.items()]
         self._averages = {
             name: p.data.to(torch.promote_types(p.dtype, torch.float32), copy=True)
             for name, p in self._parameters.items()
@@ -95,7 +120,7 @@ class ModelOptimizer:
             self.start()
             for optimizer in self._optimizers:
                 for group in optimizer.param_groups:
-                    group["lr"] = rate
+                    group["lr"] = rate * group["lr_ratio"]
                 cast("Any", optimizer).step()
             self._average()
             self.clear_gradients()
@@ -155,25 +180,32 @@ class _AdamW(torch.optim.AdamW):
             )
 
 
-def _kind(
-    train: TrainSection, parameter: nn.Parameter, *, is_hidden: bool
-) -> type[torch.optim.Optimizer]:
-    if train.optimizer == "muon" and is_hidden:
-        return Muon
-    return AdamW8bit if train.optimizer == "adamw_8bit" and block_size(parameter) else _AdamW
+def _group(parameter: nn.Parameter, kind: ParameterKind, train: TrainSection) -> _Group:
+    optimizer: type[torch.optim.Optimizer] = _AdamW
+    if train.optimizer == "muon" and kind == "hidden":
+        optimizer = Muon
+    elif train.optimizer == "adamw_8bit" and block_size(parameter):
+        optimizer = AdamW8bit
+    if kind == "vector":
+        return optimizer, train.vector_lr_ratio, train.vector_weight_decay
+    if kind == "embedding":
+        decay = train.embedding_weight_decay
+        return optimizer, train.embedding_lr_ratio, train.weight_decay if decay is None else decay
+    return optimizer, 1.0, train.weight_decay
 
 
 def _make(
-    kind: type[torch.optim.Optimizer], parameters: Sequence[nn.Parameter], train: TrainSection
+    kind: type[torch.optim.Optimizer],
+    lr_ratio: float,
+    weight_decay: float,
+    parameters: Sequence[nn.Parameter],
+    train: TrainSection,
 ) -> torch.optim.Optimizer:
+    groups = [{"params": parameters, "lr_ratio": lr_ratio, "weight_decay": weight_decay}]
+    options: dict[str, Any] = {"lr": train.learning_rate}
     if kind is Muon:
-        return Muon(parameters, train.learning_rate, train.weight_decay)
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": train.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
-    options: dict[str, Any] = {"lr": train.learning_rate, "betas": train.betas, "eps": train.eps}
+        return Muon(groups, options)
+    options |= {"betas": train.betas, "eps": train.eps}
     return (
         AdamW8bit(groups, options) if kind is AdamW8bit else _AdamW(groups, fused=True, **options)
     )

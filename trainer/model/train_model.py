@@ -29,8 +29,7 @@ from umbra.trainer.config.trainer_config import TrainSection
 from umbra.trainer.model.compiling import compile_blocks, decoder_blocks, recompute_blocks
 from umbra.trainer.model.lora_layers import LoraAdapters, LoraLinear, peft_names
 from umbra.trainer.model.micro_batches import MicroBatch, PaddedInputs
-from umbra.trainer.model.muon import hidden_matrices
-from umbra.trainer.model.optimizer import ModelOptimizer
+from umbra.trainer.model.optimizer import ModelOptimizer, parameter_kinds
 from umbra.trainer.model.packing import PackedInputs, Sample, pack
 from umbra.trainer.model.stored_weights import StoredWeights
 from umbra.trainer.model.token_scoring import EntropyUse, score_hidden, score_logits
@@ -132,17 +131,20 @@ class TrainModel:
             weights.fill({name: each for name, each in read if not head or each is not head.weight})
         if head:
             torch.nn.init.zeros_(local_part(head.weight))
-        self.optimizer = self._begin_training(train)
+        self.optimizer = self._begin_training(train, is_critic=prepared.is_critic)
         self.is_saved = train is not None
         self._is_compared = prepared.is_critic  # whose head has nothing to be compared with
 
-    def _begin_training(self, train: TrainSection | None) -> ModelOptimizer | None:
+    def _begin_training(
+        self, train: TrainSection | None, *, is_critic: bool
+    ) -> ModelOptimizer | None:
         if train is None:
             self.model.requires_grad_(False)
             return None
         if self.adapters is not None:
             self.adapters.start(train.seed)
-        return ModelOptimizer(self.parameters, hidden_matrices(self.model), train)
+        kinds = parameter_kinds(self.model, is_critic=is_critic)
+        return ModelOptimizer(self.parameters, kinds, train)
 
     @property
     def model(self) -> nn.Module:

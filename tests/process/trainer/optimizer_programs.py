@@ -19,7 +19,13 @@ from umbra.trainer.model.train_model import POLICY, PassSettings, PreparedModel,
 from umbra.trainer.world.mesh import Mesh
 
 NUM_STEPS = 3
-MUON = replace(TRAIN, optimizer="muon", max_grad_norm=0.0, ema=0.9)
+OF_GROUPS: dict[str, Any] = {
+    "embedding_lr_ratio": 2.0,
+    "embedding_weight_decay": 0.3,
+    "vector_lr_ratio": 0.5,
+    "vector_weight_decay": 0.2,
+}
+MUON = replace(TRAIN, optimizer="muon", max_grad_norm=0.0, ema=0.9, **OF_GROUPS)
 # Without the norm, whose sum depends on the ranks.
 ADAMW_8BIT = replace(TRAIN, optimizer="adamw_8bit", eps=1e-8, max_grad_norm=0.0)
 

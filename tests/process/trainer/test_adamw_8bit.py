@@ -20,14 +20,19 @@ from umbra.trainer.model.optimizer import ModelOptimizer
 
 pytestmark = [pytest.mark.process]
 TRAIN = TrainSection(
-    steps=1, learning_rate=1e-3, max_grad_norm=0.0, weight_decay=0.1, optimizer="adamw_8bit"
+    steps=1,
+    learning_rate=1e-3,
+    embedding_lr_ratio=0.5,
+    max_grad_norm=0.0,
+    weight_decay=0.1,
+    optimizer="adamw_8bit",
 )
 
 
 def last_move(train: TrainSection, gradients: Callable[[int], Tensor], num_steps: int) -> Tensor:
     """What the last step does to parameters that were 0, one element for each of the gradient's."""
     parameter = nn.Parameter(torch.zeros_like(gradients(0)))
-    optimizer = ModelOptimizer({"weight": parameter}, (), train)
+    optimizer = ModelOptimizer({"weight": parameter}, {"weight": "embedding"}, train)
     before = parameter.detach().clone()
     for step in range(num_steps):
         before = parameter.detach().clone()

@@ -18,10 +18,11 @@ from optimizer_programs import (
     resume,
 )
 from rank_programs import Arrays
-from torch import Tensor, nn
+from torch import Tensor
 
 from umbra.runtime.testing.distributed_world import DistributedWorld
-from umbra.trainer.model.muon import hidden_matrices, orthogonal
+from umbra.trainer.model.muon import orthogonal
+from umbra.trainer.model.optimizer import parameter_kinds
 
 pytestmark = [pytest.mark.process]
 
@@ -44,10 +45,17 @@ def plain_steps() -> Arrays:
     vectors = [p for p in parameters.values() if p.ndim < 2]
     adamw: Any = torch.optim.AdamW(
         [
-            {"params": [parameters[embeddings]], "weight_decay": MUON.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
+            {
+                "params": [parameters[embeddings]],
+                "lr": MUON.learning_rate * MUON.embedding_lr_ratio,
+                "weight_decay": MUON.embedding_weight_decay,
+            },
+            {
+                "params": vectors,
+                "lr": MUON.learning_rate * MUON.vector_lr_ratio,
+                "weight_decay": MUON.vector_weight_decay,
+            },
         ],
-        lr=MUON.learning_rate,
         betas=MUON.betas,
         eps=MUON.eps,
     )
@@ -94,10 +102,11 @@ def test_a_float32_model_is_trained_as_torchs_muon_does(tmp_path: Path, fork_ser
     found = run(muon_steps, "float32", 1, num_ranks=2, timeout_s=60.0)[0]
 
     model = model_with_odd_matrices(torch.float32)
+    kinds = parameter_kinds(model, is_critic=False)
     parameters = {
         name: parameter
         for name, parameter in model.named_parameters()
-        if name in hidden_matrices(model) and parameter.ndim == 2
+        if kinds[name] == "hidden" and parameter.ndim == 2
     }
     muon: Any = torch.optim.Muon(
         parameters.values(),
@@ -150,14 +159,3 @@ def test_singular_vectors_stay_and_values_are_near_one(shape: tuple[int, ...]) -
 
 def test_a_gradient_of_zeros_changes_nothing() -> None:
     assert not orthogonal(torch.zeros(3, 4)).any()
-
-
-def test_a_convolution_and_a_head_of_its_own_are_adamws() -> None:
-    model: Any = model_with_odd_matrices(torch.float32)
-    model.lm_head = nn.Linear(32, 64, bias=False)
-    model.model.convolution = nn.Conv1d(4, 4, 3)
-
-    found = hidden_matrices(model)
-
-    assert {"model.experts", "model.row", "model.layers.1.mlp.up_proj.weight"} <= found
-    assert not [n for n in found if "embed" in n or "head" in n or "conv" in n or "norm" in n]

@@ -115,9 +115,16 @@ train.ema=0.999 -> train.ema train.steps train.mini_batches train.updates_per_ba
 train.skip_nonfinite=10 -> train.skip_nonfinite train.steps
 train.warmup_steps=10 -> train.warmup_steps train.steps
 train.min_lr_ratio=0.1 -> train.min_lr_ratio train.schedule
+train.vector_lr_ratio=2 model.lora.rank=8 -> train.vector_lr_ratio model.lora.rank
+train.vector_weight_decay=0.1 model.lora.rank=8 -> train.vector_weight_decay model.lora.rank
+train.embedding_lr_ratio=2 model.lora.rank=8 \
+-> train.embedding_lr_ratio model.lora.rank model.lora.targets
+train.embedding_weight_decay=0 model.lora.rank=8 model.lora.targets=["q_proj"] \
+-> train.embedding_weight_decay model.lora.rank model.lora.targets
 train.optimizer=muon model.lora.rank=8 train.betas=[0.9,0.95] \
--> train.betas train.optimizer model.lora.rank
-train.optimizer=muon model.lora.rank=8 train.eps=1e-6 -> train.eps train.optimizer model.lora.rank
+-> train.betas train.optimizer model.lora.rank model.lora.targets
+train.optimizer=muon model.lora.rank=8 train.eps=1e-6 \
+-> train.eps train.optimizer model.lora.rank model.lora.targets
 model.master_dtype=bfloat16 -> model.master_dtype train.learning_rate
 train.max_tokens_per_micro_batch=512 train.micro_batches=2 \
 -> train.max_tokens_per_micro_batch train.micro_batches
@@ -136,6 +143,8 @@ data.format=chat data.prompt_column=question -> data.prompt_column data.format
 data.format=text data.messages_column=chat -> data.messages_column data.format
 """)
 MEANT = [
+    'model.lora.rank=8 model.lora.targets=["lm_head"] train.embedding_lr_ratio=0.5',
+    "train.embedding_weight_decay=0 train.vector_lr_ratio=2 train.vector_weight_decay=0.1",
     'model.lora.rank=512 pool.engine=vllm model.lora.alpha=8 model.lora.targets=["q_proj"]',
     "rollout.top_p=0.9 rollout.top_k=20 pool.engine=vllm",
     "pool.engine=sglang data.eval=e.jsonl eval.temperature=1.0 eval.top_p=0.9 eval.top_k=9",

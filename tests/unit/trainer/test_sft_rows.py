@@ -415,10 +415,11 @@ SHARED = {
     "run": "dir loggers name overwrite profile_steps resume",
     "data": "chat_template_kwargs eval eval_limit format messages_column overlong prompt_column "
     "shuffle system_prompt template tools_column train",
-    "train": "activation_checkpointing betas checkpoint_every compile device ema epochs eps "
-    "eval_at_start eval_every export keep_checkpoints learning_rate max_grad_norm "
-    "max_tokens_per_micro_batch micro_batches min_lr_ratio optimizer schedule seed "
-    "shutdown_grace_s skip_nonfinite steps warmup_ratio warmup_steps weight_decay",
+    "train": "activation_checkpointing betas checkpoint_every compile device ema "
+    "embedding_lr_ratio embedding_weight_decay epochs eps eval_at_start eval_every "
+    "export keep_checkpoints learning_rate max_grad_norm max_tokens_per_micro_batch micro_batches "
+    "min_lr_ratio optimizer schedule seed shutdown_grace_s skip_nonfinite steps vector_lr_ratio "
+    "vector_weight_decay warmup_ratio warmup_steps weight_decay",
 }
 
 

@@ -19,10 +19,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_models import make_model, save_model
 
+from umbra.runtime.weights.shards import local_part
 from umbra.trainer.algorithms.base import load_loss
-from umbra.trainer.config.trainer_config import TrainSection
+from umbra.trainer.config.trainer_config import LoraSection, TrainSection
 from umbra.trainer.data.train_batch import PROXIMAL_LOGPROBS
+from umbra.trainer.model.lora_layers import LoraAdapters
 from umbra.trainer.model.model_loading import load_model, replace_head
+from umbra.trainer.model.optimizer import parameter_kinds
 from umbra.trainer.model.packed_attention import PACKED_ATTENTION, register_packed_attention
 from umbra.trainer.model.train_model import PreparedModel, TrainModel
 from umbra.trainer.objective import PolicyObjective
@@ -87,6 +90,73 @@ def test_a_frozen_model_in_the_compute_dtype_scores_as_one_in_the_master_dtype(
     assert {p.dtype for p in frozen.parameters.values()} == {torch.bfloat16}
     assert torch.equal(frozen.measure(micro_batch).logprobs, trained.measure(micro_batch).logprobs)
     assert not torch.equal(before, frozen.measure(micro_batch).logprobs)
+
+
+@pytest.mark.parametrize("is_critic", [False, True])
+def test_kinds_of_parameters_are_trained_as_torchs_adamw_trains_groups(
+    mesh: DeviceMesh, is_critic: bool
+) -> None:
+    train = replace(
+        TRAIN,
+        learning_rate=0.1,
+        weight_decay=0.1,
+        max_grad_norm=0.0,
+        embedding_lr_ratio=0.3,
+        embedding_weight_decay=0.0,
+        vector_lr_ratio=3.0,
+        vector_weight_decay=0.2,
+    )
+    models = [make_model("qwen2", tie_word_embeddings=False) for _ in range(2)]
+    for model in models if is_critic else ():
+        replace_head(model, torch.float32)
+        torch.nn.init.zeros_(model.lm_head.weight)
+    ours = TrainModel(PreparedModel(models[0], False, is_critic=is_critic), mesh, PASSES, train)
+    plain = dict(models[1].named_parameters())
+    embeddings = [plain["model.embed_tokens.weight"]] + [plain["lm_head.weight"]] * (not is_critic)
+    vectors = [p for name, p in plain.items() if "norm" in name or "bias" in name]
+    others = [p for p in plain.values() if not any(p is each for each in embeddings + vectors)]
+    adamw: Any = torch.optim.AdamW(
+        [
+            {"params": embeddings, "lr": 0.1 * 0.3, "weight_decay": 0.0},
+            {"params": vectors, "lr": 0.1 * 3.0, "weight_decay": 0.2},
+            {"params": others, "lr": 0.1, "weight_decay": 0.1},
+        ],
+        fused=True,
+    )
+
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        for name, parameter in ours.parameters.items():
+            plain[name].grad = torch.randn(parameter.shape, generator=generator)
+            parameter.grad = torch.zeros_like(parameter)
+            local_part(parameter.grad).copy_(plain[name].grad)
+        ours.step(step)
+        adamw.step()
+
+    for name, parameter in ours.parameters.items():
+        assert torch.equal(local_part(parameter), plain[name]), name
+
+
+def test_adapters_are_of_their_layers_kind_and_convolutions_and_critics_heads_of_none() -> None:
+    model = make_model("qwen3", tie_word_embeddings=False)
+    model.model.convolution = torch.nn.Conv1d(4, 4, 3)
+    targets = ("embed_tokens", "lm_head", "q_proj")
+    LoraAdapters(model, LoraSection(rank=2, targets=targets), torch.float32)
+
+    kinds, of_critic = (parameter_kinds(model, is_critic=is_critic) for is_critic in (False, True))
+
+    assert {name for name, kind in kinds.items() if kind == "embedding"} == {
+        "model.embed_tokens.weight",
+        "model.embed_tokens.lora_embedding_A",
+        "model.embed_tokens.lora_embedding_B",
+        "lm_head.weight",
+        "lm_head.lora_A.weight",
+        "lm_head.lora_B.weight",
+    }
+    assert kinds["model.convolution.weight"] == of_critic["lm_head.weight"] == "other"
+    assert kinds["model.norm.weight"] == "vector"
+    hidden = [f"self_attn.q_proj{part}.weight" for part in ("", ".lora_A", ".lora_B")]
+    assert {kinds[f"model.layers.0.{name}"] for name in hidden} == {"hidden"}
 
 
 def test_a_model_that_changes_its_logits_scores_by_its_own(mesh: DeviceMesh) -> None:
