@@ -41,26 +41,15 @@ GRAPHS: Final = json.dumps(SGLANG_KERNELS | {"cuda_graph_max_bs_decode": 256})
 SHAPE_8B: Final = "--shape 8B --dtype bfloat16"
 EAGER: Final = "{enforce_eager=true}"
 # vLLM starts in half the time.
-SMALL_STEP: Final = (
-    "--shape 135M --ranks 1 rollout.groups_per_step=32 rollout.max_new_tokens=48 "
-    "pool.max_context_len=128 pool.max_num_seqs=256"
-)
-STEP: Final = (
-    "--shape 0.6B --ranks 1 rollout.groups_per_step=32 rollout.max_new_tokens=512 "
-    "pool.max_context_len=640 pool.max_num_seqs=256"
-)
-LARGE_STEP: Final = (
-    "--shape 8B --ranks 4 rollout.groups_per_step=64 rollout.max_new_tokens=256 "
-    "pool.max_context_len=384 pool.max_num_seqs=256"
-)
-STANDALONE: Final = "pool.mode=standalone rollout.max_staleness=2"
+STEPS: Final = {
+    "135m": "--shape 135M rollout.max_new_tokens=48 pool.max_context_len=128",
+    "0.6b": "--shape 0.6B rollout.max_new_tokens=512 pool.max_context_len=640",
+    "8b": "--shape 8B rollout.max_new_tokens=256 pool.max_context_len=384",
+}
+"""256 completions a rank; vLLM has all at once."""
+STANDALONE: Final = "pool.mode=standalone rollout.max_staleness="
 WITH_OWN_SHM: Final = ("unshare", "--mount", "sh", "-c")
 MOUNT_SHM: Final = "mount -t tmpfs tmpfs /dev/shm"
-TWO_AND_TWO: Final = (
-    "--ranks 2 --trace LOG.json.gz pool.mode=standalone pool.max_num_seqs=256 "
-    "rollout.groups_per_step=64 rollout.max_new_tokens=512"
-)
-# 512 completions of 512 tokens a step: two ranks train, two engines generate.
 END_LIMIT_S: Final = 12.0
 LEAST_S: Final = 15.0
 # Nothing that is worth its start ends within less.
@@ -106,6 +95,13 @@ def training_run(settings: str, steps: int = 8) -> Job:
     """A run of a Qwen3-0.6B shape with vLLM, whose metrics are kept beside its log."""
     script = "tests/bench/training_run.py --metrics LOG.jsonl"
     return Job(arguments=f"{script} --steps {steps} {settings} pool.engine=vllm", engine="vllm")
+
+
+def step(name: str, ranks: int, settings: str = "", steps: int = 10) -> Job:
+    work = f"{STEPS[name]} --ranks {ranks} rollout.groups_per_step={32 * ranks}"
+    return training_run(
+        f"--trace LOG.json.gz {work} pool.max_num_seqs=256 {settings}".rstrip(), steps
+    )
 
 
 def weights_to(engine: str, options: str) -> Job:
@@ -175,33 +171,27 @@ JOBS: Final = {
         f"--engine-args '{GRAPHS}'",
         engine="sglang",
     ),
-    "hybrid": training_run("--ranks 1"),
+    "hybrid": step("0.6b", 1),
+    **{f"hybrid-of-{count}": step("0.6b", count) for count in (2, 4)},
     **{
-        f"{sleep}-{name}": training_run(
-            f"--trace LOG.json.gz {step} pool.sleep={setting} pool.engine_args={EAGER}", 10
-        )
-        for name, step in (("135m", SMALL_STEP), ("0.6b", STEP), ("8b", LARGE_STEP))
+        f"{sleep}-{name}": step(name, ranks, f"pool.sleep={setting} pool.engine_args={EAGER}")
+        for name, ranks in (("135m", 1), ("0.6b", 1), ("8b", 4))
         for sleep, setting in (("awake", "auto"), ("asleep", "all"))
     },
-    "hybrid-of-two": training_run("--ranks 2 rollout.groups_per_step=32"),
-    "hybrid-of-two-same-work": training_run("--ranks 2"),
-    "hybrid-of-two-killed": training_run(f"--ranks 2 --kill policy-0 pool.engine_args={EAGER}", 16),
+    "awake-8b-of-2": step("8b", 2, f"pool.engine_args={EAGER}", 6),
+    "hybrid-of-2-killed": training_run(f"--ranks 2 --kill policy-0 pool.engine_args={EAGER}", 16),
     "hybrid-parallel": training_run("--ranks 2 pool.engine_args={tensor_parallel_size=2}"),
-    "standalone": training_run(f"--ranks 1 {STANDALONE}", 22),
-    "standalone-wide": training_run(
-        f"--ranks 1 --trace LOG.json.gz {STANDALONE} pool.max_num_seqs=256", 22
-    ),
-    # Four GPUs. Step over the longer of `time/rollout_s` of the second and `time/train_s`.
-    "standalone-2-2": training_run(f"{TWO_AND_TWO} rollout.max_staleness=2", 14),
-    "standalone-2-2-in-turn": training_run(f"{TWO_AND_TWO} rollout.max_staleness=0", 6),
-    "standalone-2-2-abort": training_run(
-        f"{TWO_AND_TWO} rollout.max_staleness=2 pool.on_update=abort", 14
-    ),
-    "standalone-2-2-abort-wide": training_run(
-        f"{TWO_AND_TWO} rollout.max_staleness=2 pool.on_update=abort "
-        "pool.engine_args={max_num_batched_tokens=8192}",
-        14,
-    ),
+    # As many GPUs generate as train. A step over the longer of "in-turn"'s `time/rollout_s` and
+    # of `time/train_s` says how well they overlap.
+    **{
+        f"standalone-{ranks}-{ranks}{name}": step("0.6b", ranks, f"{STANDALONE}{setting}", 14)
+        for ranks in (1, 2)
+        for name, setting in (
+            ("", "2"),
+            ("-abort", "2 pool.on_update=abort"),
+            ("-in-turn", "0"),
+        )
+    },
     "checksums": tests_of(
         "", "tests/gpu/weights/test_checksum_gpu.py tests/unit/weights/test_verified_parameters.py"
     ),

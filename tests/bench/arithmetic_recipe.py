@@ -1,10 +1,13 @@
-"""One training of the recipe in launch/recipes/arithmetic, by umbra or by TRL, within a given time.
+"""One training of the recipes in launch/recipes/arithmetic, by umbra or TRL, within a given time.
 
     python tests/bench/arithmetic_recipe.py umbra --metrics FILE [--task sums] [--seed 1]
         [--steps 250] [--learning-rate 1e-5] [--groups 32] [--group-size 16] [--eval-every 50]
-        [--seconds 520] [--kill-at STEP] [section.key=value ...]
+        [--seconds 520] [--kill-at STEP] [--model FOLDER] [--lora RANK] [section.key=value ...]
     TRL_PYTHON tests/bench/arithmetic_recipe.py trl --metrics FILE [the same, without --kill-at]
-        [FIELD=VALUE ... of TRL's GRPOConfig]
+        [FIELD=VALUE ... of TRL's configuration]
+
+`trl-rloo` is TRL's RLOOTrainer. `umbra-sft` and `trl-sft` learn the worked answers (`--steps 64
+--learning-rate 5e-5`), and umbra leaves its model beside FILE as NAME.model, for `--model`.
 
 Both train the same model on the same problems and rewards, with vLLM on the same GPU; `--assets` is
 the folder that `make smollm2` made. `--kill-at` kills umbra's whole job after that step and starts
@@ -25,6 +28,7 @@ import contextlib
 import json
 import os
 import runpy
+import shutil
 import signal
 import socket
 import subprocess
@@ -45,6 +49,7 @@ FINAL_S: Final = 25.0
 """Time kept for the final evaluation."""
 NAMES: Final = {
     "rollout/reward_mean": "reward",
+    "train/loss": "loss",
     "train/entropy": "entropy",
     "train/grad_norm": "grad_norm",
     "train/behaviour_kl": "behaviour_kl",
@@ -57,6 +62,7 @@ NAMES: Final = {
 }
 """Metric of umbra -> its name in FILE."""
 TRL_NAMES: Final = {
+    "loss": "loss",
     "reward": "reward",
     "entropy": "entropy",
     "grad_norm": "grad_norm",
@@ -68,9 +74,10 @@ STARTED: Final = time.time()
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("trainer", choices=["umbra", "trl"])
+    parser.add_argument("trainer", choices=["umbra", "trl", "trl-rloo", "umbra-sft", "trl-sft"])
     parser.add_argument("--metrics", type=Path, required=True)
     parser.add_argument("--assets", type=Path, help="default: where `make smollm2` has it")
+    parser.add_argument("--model", type=Path, help="default: that of the assets")
     parser.add_argument("--task", default="sums", help="sums or boxed")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=250)
@@ -81,12 +88,16 @@ def main() -> int:
     parser.add_argument("--eval-limit", type=int, default=512, help="held-out problems")
     parser.add_argument("--seconds", type=float, default=520.0, help="for all of it")
     parser.add_argument("--kill-at", type=int, default=0, metavar="STEP")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="alpha is twice that")
     parser.add_argument(
-        "settings", nargs="*", help="section.key=value of umbra, or FIELD=VALUE of TRL's GRPOConfig"
+        "settings",
+        nargs="*",
+        help="section.key=value of umbra, or FIELD=VALUE of TRL's configuration",
     )
     options = parser.parse_intermixed_args()
     if options.assets is None:
         options.assets = runpy.run_path(str(RECIPE / "arithmetic_assets.py"))["assets_folder"]()
+    options.model = options.model or options.assets / "model"
     options.metrics.parent.mkdir(parents=True, exist_ok=True)
     with options.metrics.open("w", buffering=1) as file:
 
@@ -94,7 +105,8 @@ def main() -> int:
             file.write(json.dumps(row, default=str) + "\n")
 
         write(describe(options))
-        return run_umbra(options, write) if options.trainer == "umbra" else run_trl(options, write)
+        run = run_umbra if options.trainer.startswith("umbra") else run_trl
+        return run(options, write)
 
 
 def describe(options: argparse.Namespace) -> dict[str, Any]:
@@ -112,26 +124,39 @@ def recipe_of(options: argparse.Namespace) -> dict[str, Any]:
 
 def run_umbra(options: argparse.Namespace, write: Callable[[dict[str, Any]], None]) -> int:
     deadline = STARTED + options.seconds - FINAL_S
+    is_sft = options.trainer == "umbra-sft"
     with tempfile.TemporaryDirectory(prefix="umbra-recipe-") as folder:
         run_dir = Path(folder) / "run"
         settings = {
             "run.dir": run_dir,
             "run.resume": "auto",
-            "model.path": options.assets / "model",
+            "model.path": options.model,
             "data.train": options.assets / options.task / "train.jsonl",
-            "data.eval": options.assets / options.task / "eval.jsonl",
-            "data.eval_limit": options.eval_limit,
-            "reward.python_path": json.dumps([str(RECIPE)]),
-            "rollout.groups_per_step": options.groups,
-            "rollout.group_size": options.group_size,
             "train.steps": options.steps,
             "train.learning_rate": options.learning_rate,
-            "train.eval_every": options.eval_every,
             "train.seed": options.seed,
         }
+        if is_sft:
+            settings["data.train"] = options.assets / "sums/worked.jsonl"
+        else:
+            settings |= {
+                "data.eval": options.assets / options.task / "eval.jsonl",
+                "data.eval_limit": options.eval_limit,
+                "reward.python_path": json.dumps([str(RECIPE)]),
+                "rollout.groups_per_step": options.groups,
+                "rollout.group_size": options.group_size,
+                "train.eval_every": options.eval_every,
+            }
+        if options.lora:
+            settings |= {"model.lora.rank": options.lora, "model.lora.alpha": 2 * options.lora}
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", "1", "-m", "umbra.trainer"]
-        command += [str(RECIPE / f"{options.task}.toml")]
+        command += [
+            "--nproc-per-node",
+            "1",
+            "-m",
+            "umbra.trainer.sft" if is_sft else "umbra.trainer",
+        ]
+        command += [str(RECIPE / ("worked.toml" if is_sft else f"{options.task}.toml"))]
         command += [*(f"{key}={value}" for key, value in settings.items()), *options.settings]
         if options.kill_at:
             run_job(command, run_dir, deadline, kill_at=options.kill_at)
@@ -142,6 +167,8 @@ def run_umbra(options: argparse.Namespace, write: Callable[[dict[str, Any]], Non
         end: dict[str, Any] = {"status": status, "train_s": time.time() - STARTED}
         if (run_dir / "export").exists():
             end["final_accuracy"] = final_accuracy(run_dir / "export", options)
+            if is_sft:
+                shutil.move(run_dir / "export", options.metrics.with_suffix(".model"))
         write(end | {"wall_s": time.time() - STARTED})
     return status
 
@@ -170,17 +197,22 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 def run_trl(options: argparse.Namespace, write: Callable[[dict[str, Any]], None]) -> int:
     import datasets  # pyright: ignore[reportMissingTypeStubs]
+    import trl
     from transformers import AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
 
     with socket.create_server(("127.0.0.1", 0)) as free:  # 29500, TRL's own, serves one job only
         os.environ.setdefault("MASTER_PORT", str(free.getsockname()[1]))
     has_gpu = torch.cuda.is_available()
     recipe = recipe_of(options)
     deadline = STARTED + options.seconds - FINAL_S
-    data = options.assets / options.task
-    problems = [json.loads(line) for line in (data / "train.jsonl").read_text().splitlines()]
-    rows = [{"prompt": row["messages"], "answer": row["answer"]} for row in problems]
+    kind = {"trl": "GRPO", "trl-rloo": "RLOO", "trl-sft": "SFT"}[options.trainer]
+    name = "sums/worked.jsonl" if kind == "SFT" else f"{options.task}/train.jsonl"
+    rows: list[dict[str, Any]] = []
+    for line in (options.assets / name).read_text().splitlines():
+        row = json.loads(line)
+        chat = row["messages"]
+        work = {"completion": chat[1:]} if kind == "SFT" else {"answer": row["answer"]}
+        rows.append({"prompt": chat[:1]} | work)
     score = reward_of(options)
 
     def reward(
@@ -210,7 +242,7 @@ def run_trl(options: argparse.Namespace, write: Callable[[dict[str, Any]], None]
         def on_log(
             self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any
         ) -> None:
-            if "reward" not in logs:
+            if "loss" not in logs:
                 return
             row = {"step": state.global_step, "time_s": time.time() - STARTED}
             row |= {TRL_NAMES[name]: float(logs[name]) for name in TRL_NAMES if name in logs}
@@ -223,27 +255,13 @@ def run_trl(options: argparse.Namespace, write: Callable[[dict[str, Any]], None]
         own: dict[str, Any] = dict(
             output_dir=folder,
             max_steps=options.steps,
-            per_device_train_batch_size=options.groups * options.group_size,
-            num_generations=options.group_size,
-            gradient_accumulation_steps=1,
-            max_completion_length=recipe["rollout"]["max_new_tokens"],
-            temperature=1.0,
             learning_rate=options.learning_rate,
             lr_scheduler_type="constant",
             weight_decay=0.0,
             max_grad_norm=1.0,
-            beta=0.0,
-            epsilon=0.2,
-            loss_type="dapo",  # the mean over the batch's tokens
-            scale_rewards="group",
-            num_iterations=1,
             bf16=has_gpu,
             use_cpu=not has_gpu,
             gradient_checkpointing=False,
-            use_vllm=has_gpu,
-            vllm_mode="colocate",
-            vllm_gpu_memory_utilization=0.3,
-            vllm_max_model_length=recipe["pool"]["max_context_len"],
             model_init_kwargs={"dtype": "float32"},
             logging_steps=1,
             save_strategy="no",
@@ -251,16 +269,43 @@ def run_trl(options: argparse.Namespace, write: Callable[[dict[str, Any]], None]
             disable_tqdm=True,
             seed=options.seed,
         )
+        if kind == "SFT":
+            own |= dict(per_device_train_batch_size=64, max_length=256)
+        else:
+            own |= dict(
+                per_device_train_batch_size=options.groups * options.group_size,
+                num_generations=options.group_size,
+                gradient_accumulation_steps=1,
+                max_completion_length=recipe["rollout"]["max_new_tokens"],
+                temperature=1.0,
+                beta=0.0,
+                epsilon=0.2,
+                num_iterations=1,
+                use_vllm=has_gpu,
+                vllm_mode="colocate",
+                vllm_gpu_memory_utilization=0.3,
+                vllm_max_model_length=recipe["pool"]["max_context_len"],
+            )
+        if kind == "GRPO":  # "dapo" is the mean over the batch's tokens
+            own |= dict(loss_type="dapo", scale_rewards="group")
         given = (setting.partition("=")[::2] for setting in options.settings)
-        config = GRPOConfig(**own | {name: as_value(text) for name, text in given})
-        model = str(options.assets / "model")
-        trainer = GRPOTrainer(
-            model=model,
-            reward_funcs=reward,
+        config = getattr(trl, f"{kind}Config")(
+            **own | {name: as_value(text) for name, text in given}
+        )
+        others: dict[str, Any] = {} if kind == "SFT" else {"reward_funcs": reward}
+        if options.lora:
+            from peft import LoraConfig
+
+            others["peft_config"] = LoraConfig(
+                r=options.lora, lora_alpha=2 * options.lora, target_modules="all-linear"
+            )
+        trainer = getattr(trl, f"{kind}Trainer")(
+            model=str(options.model),
             args=config,
             train_dataset=datasets.Dataset.from_list(rows),
-            processing_class=AutoTokenizer.from_pretrained(model),
+            processing_class=AutoTokenizer.from_pretrained(options.model),
             callbacks=[Log()],
+            **others,
         )
         trainer.train()
         end = {"status": 0, "train_s": time.time() - STARTED}
@@ -294,7 +339,7 @@ def accuracy_of(model: Any, options: argparse.Namespace) -> float:
     """The share of held-out problems that greedy answers of transformers solve."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(options.assets / "model", padding_side="left")
+    tokenizer = AutoTokenizer.from_pretrained(options.model, padding_side="left")
     lines = (options.assets / options.task / "eval.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines[: options.eval_limit]]
     texts = [

@@ -3,9 +3,10 @@
     python launch/recipes/arithmetic/arithmetic_assets.py
 
 ```
-~/.cache/umbra/smollm2-4/
+~/.cache/umbra/smollm2-5/
     model/        SmolLM2-135M-Instruct for transformers: config, weights, tokenizer, chat template
-    sums/         train.jsonl, eval.jsonl: {"messages": [...], "answer": ...}
+    sums/         train.jsonl, eval.jsonl: {"messages": [...], "answer": ...}; worked.jsonl: chats
+                  whose answers show the work, for SFT
     boxed/        the same problems, to be answered as \\boxed{number}
 ```
 
@@ -21,10 +22,11 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any, Final
 
-FORMAT: Final = 4
+FORMAT: Final = 5
 """Raise it with every change of what is made: folders of other formats stay and are not read."""
 NUM_TRAIN: Final = 16384
 NUM_EVAL: Final = 512
+NUM_WORKED: Final = 2048
 EVAL_SEED, TRAIN_SEED = 0, 1_000_000
 """Item i of seed s is that of seed s + i, so these are further apart than the sets are long."""
 SUMS: Final = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
@@ -50,6 +52,7 @@ def ensure_assets(folder: Path) -> None:
         write_model(packaged_gguf(), made / "model")
         for task in TASKS:
             write_data(task, made / task)
+        write_worked(made / "sums")
         try:
             made.rename(folder)
         except OSError:  # another call was faster
@@ -72,6 +75,24 @@ def write_data(task: str, folder: Path) -> None:
         if row["messages"][-1]["content"] not in held_out
     )
     _write_rows(folder / "train.jsonl", [next(training) for _ in range(NUM_TRAIN)])
+
+
+def write_worked(folder: Path) -> None:
+    """The first training problems, each with an answer in two steps."""
+    with (folder / "train.jsonl").open() as lines:
+        rows = [json.loads(next(lines)) for _ in range(NUM_WORKED)]
+    _write_rows(folder / "worked.jsonl", [{"messages": with_work(row)} for row in rows])
+
+
+def with_work(row: dict[str, Any]) -> list[dict[str, str]]:
+    """The tens come first: "84 - 12 = 84 - 10 - 2 = 74 - 2 = 72"."""
+    (question,) = row["messages"]
+    first, sign, second, _ = question["content"].split()[-4:]
+    tens, ones = int(second) // 10 * 10, int(second) % 10
+    between = int(first) + (tens if sign == "+" else -tens)
+    steps = [f"{first} {sign} {tens} {sign} {ones}", f"{between} {sign} {ones}", row["answer"]]
+    text = " = ".join([f"{first} {sign} {second}", *steps])
+    return [question, {"role": "assistant", "content": text}]
 
 
 def draw(task: str, seed: int, size: int) -> Generator[dict[str, Any]]:

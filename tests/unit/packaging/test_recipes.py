@@ -67,7 +67,28 @@ def test_only_a_right_answer_in_its_form_is_rewarded(completion: str, reward: fl
     assert boxed(["?"], [completion], answer=["-28"]) == [reward]
 
 
-@pytest.mark.parametrize("path", sorted(RECIPES.rglob("*.toml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    ("question", "work"),
+    [
+        ("84 - 12 =", "84 - 12 = 84 - 10 - 2 = 74 - 2 = 72"),
+        ("6 + 9 =", "6 + 9 = 6 + 0 + 9 = 6 + 9 = 15"),
+        ("3 - 38 =", "3 - 38 = 3 - 30 - 8 = -27 - 8 = -35"),
+    ],
+)
+def test_worked_answers_end_with_the_answer(question: str, work: str) -> None:
+    with_work: Any = runpy.run_path(str(RECIPES / "arithmetic" / "arithmetic_assets.py"))[
+        "with_work"
+    ]
+    row = {"messages": [{"role": "user", "content": question}], "answer": work.split()[-1]}
+
+    assert with_work(row)[-1] == {"role": "assistant", "content": work}
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted(path for path in RECIPES.rglob("*.toml") if "[sft]" not in path.read_text()),
+    ids=lambda path: path.stem,
+)
 def test_a_recipe_names_a_reward_that_is_there(path: Path) -> None:
     reward = load_config(path).reward
     assert reward.function is not None
