@@ -81,11 +81,11 @@ class ModelTokenizer:
         self.end_token_ids = list(state.end_token_ids)
         self._backend = backend
         self._render = render
+        self._special = frozenset(state.special_token_ids)
         self._prefix, self._suffix = self._added_tokens()
         self._break = backend.encode("\n", False)
-        self._adds_space = backend.encode("a", False) != self._after_break("a")
-        hidden = {*state.end_token_ids, state.pad_token_id}
-        self._hidden = hidden & set(state.special_token_ids)
+        self._adds_space = self.encode("a") != self._behind("\n", self._break, "a")
+        self._hidden = self._special & {*state.end_token_ids, state.pad_token_id}
 
     @classmethod
     def open(cls, path: str | Path, *, trust_remote_code: bool = False) -> ModelTokenizer:
@@ -189,16 +189,19 @@ class ModelTokenizer:
         """Tokens of a text, with no others added: of a rendered chat, a tool's answer and so on."""
         return self._backend.encode(text, False)
 
-    def encode_more(self, text: str) -> list[int]:
-        """Tokens of a text that follows other tokens: without the space that SentencePiece's models
-        put in front of each text."""
-        found = self._after_break(text) if self._adds_space else None
-        return self.encode(text) if found is None else found
+    def encode_more(self, text: str, last: int | None = None) -> list[int]:
+        """Tokens of a text that follows other tokens, of which the `last` matters if it is special:
+        without the space that SentencePiece's models put in front of each text, unless they put one
+        behind that token, too."""
+        if last in self._special:
+            return self._behind(self._backend.decode([last], False), [last], text)
+        return self._behind("\n", self._break, text) if self._adds_space else self.encode(text)
 
-    def _after_break(self, text: str) -> list[int] | None:
-        """Tokens of a text behind a line break; None if one of them has a part of both."""
-        tokens, num_before = self._backend.encode("\n" + text, False), len(self._break)
-        return tokens[num_before:] if tokens[:num_before] == self._break else None
+    def _behind(self, before: str, tokens_before: list[int], text: str) -> list[int]:
+        """Or its own tokens, if one of them has a part of both."""
+        tokens, num_before = self._backend.encode(before + text, False), len(tokens_before)
+        found = tokens[:num_before] == tokens_before
+        return tokens[num_before:] if found else self.encode(text)
 
     def encode_prompt(self, text: str) -> list[int]:
         """Tokens of a plain prompt, with the special tokens that the tokenizer adds. A text that
@@ -276,8 +279,8 @@ class ModelTokenizer:
 
     def _added_tokens(self) -> tuple[list[int], list[int]]:
         """The tokens that the tokenizer adds before and after a text, without its EOS."""
-        special = set(self.state.special_token_ids)
-        entries = (entry for entry, idx in self._backend.get_vocab().items() if idx not in special)
+        vocabulary = self._backend.get_vocab().items()
+        entries = (entry for entry, idx in vocabulary if idx not in self._special)
         probe = next((text for text in ("a", *entries) if self._backend.encode(text, False)), "")
         whole, inner = self._backend.encode(probe, True), self._backend.encode(probe, False)
         num_added = len(whole) - len(inner)

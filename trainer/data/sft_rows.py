@@ -167,25 +167,34 @@ class SftRows:
 
 def _tokenize_text(text: _Text, tokenizer: ModelTokenizer) -> SftRow:
     """The completion ends with an end token, as an engine's does."""
-    completion, end = tokenizer.encode_more(text.completion), tokenizer.state.eos_token_id
+    prompt, end = tokenizer.encode_prompt(text.prompt), tokenizer.state.eos_token_id
+    completion = tokenizer.encode_more(text.completion, *prompt[-1:])
     if end is not None and completion[-1:] != [end]:
         completion.append(end)
-    return _row([(tokenizer.encode_prompt(text.prompt), False), (completion, True)])
+    tokens = [*prompt, *completion]
+    return _row(tokens, [(len(prompt), len(tokens))])
 
 
-def _row(parts: Sequence[tuple[Sequence[int], bool]]) -> SftRow:
-    tokens = np.concatenate([np.asarray(tokens, np.int32) for tokens, _ in parts])
-    mask = np.repeat([learned for _, learned in parts], [len(tokens) for tokens, _ in parts])
-    mask[:1] = False  # nothing predicts it
-    return SftRow(tokens, mask.astype(np.uint8))
+def _row(tokens: Sequence[int], learned: Sequence[tuple[int, int]]) -> SftRow:
+    mask = np.zeros(len(tokens), np.uint8)
+    for start, stop in learned:
+        mask[start:stop] = 1
+    mask[:1] = 0  # nothing predicts it
+    return SftRow(np.asarray(tokens, np.int32), mask)
 
 
 def _tokenize_chat(chat: _Chat, data: DataSection, tokenizer: ModelTokenizer) -> SftRow:
     variables = template_variables(data, tokenizer, chat.messages, chat.tools)
     find = _marked_spans if tokenizer.marks_generation else _prefix_spans
     text, spans = find(chat, variables, tokenizer)
-    parts: list[tuple[list[int], bool]] = []
-    end, encode = 0, tokenizer.encode
+    tokens, learned = list[int](), list[tuple[int, int]]()
+
+    def append(part: str) -> Sequence[int]:
+        found = tokenizer.encode_more(part, tokens[-1]) if tokens else tokenizer.encode(part)
+        tokens.extend(found)
+        return found
+
+    end = 0
     for idx, (start, stop) in zip(chat.learned, spans, strict=True):
         if missing := _left_out(chat.messages[idx], text[end:stop]):
             raise DataError(
@@ -193,25 +202,22 @@ def _tokenize_chat(chat: _Chat, data: DataSection, tokenizer: ModelTokenizer) ->
                 f"{tokenizer.state.model_path} leaves out its {missing}, so that it would not be "
                 "learned: use a template that has it, or leave it out of the row"
             )
-        parts += [(encode(text[end:start]), False)]
-        encode = tokenizer.encode_more
-        turn = encode(text[start:stop])
+        append(text[end:start])
+        first, turn = len(tokens), append(text[start:stop])
         num_learned = len(turn)
         if not tokenizer.marks_generation:
             num_learned = _num_until_end(turn, tokenizer.end_token_ids)
-        parts += [(turn[:num_learned], True), (turn[num_learned:], False)]
+        learned.append((first, first + num_learned))
         end = stop
-    parts += [(encode(text[end:]), False)]
-    row, whole = _row(parts), tokenizer.encode(text)
-    if row.tokens.tolist() != whole and (
-        tokenizer.decode_all(row.tokens.tolist()) != tokenizer.decode_all(whole)
-    ):
+    append(text[end:])
+    whole = tokenizer.encode(text)
+    if tokens != whole and tokenizer.decode_all(tokens) != tokenizer.decode_all(whole):
         raise DataError(
             "the tokenizer adds something to a part of the chat that it does not add within the "
             "whole, so that the assistant's messages have no tokens of their own: use plain "
             "prompts and completions for this model"
         )
-    return row
+    return _row(tokens, learned)
 
 
 def _left_out(message: Mapping[str, Any], rendered: str) -> str:

@@ -280,6 +280,15 @@ def test_spaces_that_a_template_changes_are_not_left_out(tmp_path: Path) -> None
     assert learned(tokenizer, row) == [f"2{END}"]
 
 
+def adding_spaces(tokenizer: ModelTokenizer) -> ModelTokenizer:
+    """Puts a space in front of each text, and of what follows a special token, as those of Llama 2,
+    Mistral and Phi-3 do."""
+    state = tokenizer.state
+    added = '"add_prefix_space":false', '"add_prefix_space":true'
+    assert added[0] in state.tokenizer
+    return ModelTokenizer.of_state(replace(state, tokenizer=state.tokenizer.replace(*added)))
+
+
 @pytest.mark.parametrize(
     "row",
     [
@@ -290,16 +299,27 @@ def test_spaces_that_a_template_changes_are_not_left_out(tmp_path: Path) -> None
 def test_a_tokenizer_that_puts_a_space_before_a_text_puts_none_before_an_answer(
     tmp_path: Path, row: dict[str, Any]
 ) -> None:
-    state = tokenizer_of(tmp_path, PLAIN).state
-    added = '"add_prefix_space":false', '"add_prefix_space":true'
-    assert added[0] in state.tokenizer
-    tokenizer = ModelTokenizer.of_state(replace(state, tokenizer=state.tokenizer.replace(*added)))
+    tokenizer = adding_spaces(tokenizer_of(tmp_path, PLAIN))
 
     found = rows().tokenize("row", row, tokenizer)
 
     assert learned(tokenizer, found) == [f"4{END}"]
     assert tokenizer.decode_all(found.tokens.tolist()).startswith(" ")
     assert tokenizer.encode_more("1\n") == tokenizer.encode("1\n")[1:]
+
+
+@pytest.mark.parametrize("row", [{"messages": CHAT}, {"prompt": END, "completion": "4"}])
+def test_a_tokenizer_that_puts_a_space_behind_a_special_token_puts_it_before_an_answer_there(
+    tmp_path: Path, row: dict[str, Any]
+) -> None:
+    template = f"{{% for message in messages %}}{{{{ message.content }}}}{END}{{% endfor %}}"
+    tokenizer = adding_spaces(tokenizer_of(tmp_path, template))
+
+    found = rows().tokenize("row", row, tokenizer)
+
+    text = f"1+1{END}hm|2{END}ö?{END}so|ö{END}" if "messages" in row else f"{END}4{END}"
+    assert found.tokens.tolist() == tokenizer.encode(text)
+    assert learned(tokenizer, found)[0] in (f" hm|2{END}", f" 4{END}")
 
 
 @pytest.mark.parametrize("completion", ["4", f"4{END}"])
