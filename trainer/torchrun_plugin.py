@@ -1,10 +1,11 @@
-"""Changes to torchrun's own process, so that a stop may take its time and ends in words.
+"""Changes to torchrun's own process: a stop may take its time and ends in words, and ranks of one
+machine meet at its loopback address.
 
 torchrun kills ranks 30 s after it has passed a signal on, also in the middle of a checkpoint, and
-ends with a stack whose cause is that signal. It loads the entry points of the group
+ends with a stack whose cause is that signal. With --standalone it looks this machine's own name
+up, and waits for minutes where the name has no address. It loads the entry points of the group
 `torchrun.handlers` before it reads its settings. This one has no effect unless torchrun starts
-`umbra.trainer` or `umbra.trainer.sft`; --shutdown-timeout and TORCH_ELASTIC_SHUTDOWN_TIMEOUT take
-precedence.
+`umbra.trainer` or `umbra.trainer.sft`; torchrun's own options and variables take precedence.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ def prepare_torchrun() -> object:
     """The entry point. Returns what torchrun expects, a maker of rendezvous handlers."""
     if {"umbra.trainer", "umbra.trainer.sft"} & set(sys.argv):
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_TIMEOUT_S))
+        if "--standalone" in sys.argv:
+            os.environ.setdefault("PET_LOCAL_ADDR", "localhost")
         sys.excepthook = _end_in_words
     return _refuse
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -144,6 +145,26 @@ def test_torchrun_waits_for_ranks_as_long_as_their_step_takes(
     monkeypatch.setenv(TIMEOUT, "40")
     prepare_torchrun()
     assert os.environ[TIMEOUT] == "40"
+
+
+@pytest.mark.usefixtures("of_the_trainer")
+@pytest.mark.slow
+def test_ranks_of_one_machine_meet_whatever_its_name_resolves_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("PET_LOCAL_ADDR", raising=False)
+    prepare_torchrun()
+    assert "PET_LOCAL_ADDR" not in os.environ  # other machines may need the name
+
+    monkeypatch.setattr(sys, "argv", ["torchrun", "--standalone", *sys.argv[1:]])
+    prepare_torchrun()
+    # In a process of its own, because torch's import takes seconds.
+    program = "from torch.distributed.run import parse_args as p; print(p(['x.py']).local_addr)"
+    assert subprocess.check_output([sys.executable, "-c", program], text=True) == "localhost\n"
+
+    monkeypatch.setenv("PET_LOCAL_ADDR", "10.0.0.7")
+    prepare_torchrun()
+    assert os.environ["PET_LOCAL_ADDR"] == "10.0.0.7"
 
 
 @pytest.mark.usefixtures("of_the_trainer")
