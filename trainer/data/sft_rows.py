@@ -9,8 +9,10 @@ parts are tokenized apart from the text before them, as engines generate them.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any, cast
 
@@ -195,20 +197,22 @@ def _tokenize_chat(chat: _Chat, data: DataSection, tokenizer: ModelTokenizer) ->
         return found
 
     end = 0
-    for idx, (start, stop) in zip(chat.learned, spans, strict=True):
-        if missing := _left_out(chat.messages[idx], text[end:stop]):
+    for idx, marked in zip(chat.learned, spans, strict=True):
+        first, last = marked[0][0], marked[-1][1]
+        if missing := _left_out(chat.messages[idx], text[end:first], text[first:last]):
             raise DataError(
                 f"message {idx + 1} (assistant): the chat template of "
                 f"{tokenizer.state.model_path} leaves out its {missing}, so that it would not be "
                 "learned: use a template that has it, or leave it out of the row"
             )
-        append(text[end:start])
-        first, turn = len(tokens), append(text[start:stop])
-        num_learned = len(turn)
-        if not tokenizer.marks_generation:
-            num_learned = _num_until_end(turn, tokenizer.end_token_ids)
-        learned.append((first, first + num_learned))
-        end = stop
+        for start, stop in marked:
+            append(text[end:start])
+            num_before, turn = len(tokens), append(text[start:stop])
+            num_learned = len(turn)
+            if not tokenizer.marks_generation:
+                num_learned = _num_until_end(turn, tokenizer.end_token_ids)
+            learned.append((num_before, num_before + num_learned))
+            end = stop
     append(text[end:])
     whole = tokenizer.encode(text)
     if tokens != whole and tokenizer.decode_all(tokens) != tokenizer.decode_all(whole):
@@ -220,12 +224,14 @@ def _tokenize_chat(chat: _Chat, data: DataSection, tokenizer: ModelTokenizer) ->
     return _row(tokens, learned)
 
 
-def _left_out(message: Mapping[str, Any], rendered: str) -> str:
-    """The first key of a message whose text is not in its rendering, but for spaces."""
-    shown = "".join(rendered.split())
+def _left_out(message: Mapping[str, Any], before: str, turn: str) -> str:
+    """The first key of a message whose text is not in its learned `turn`, but for spaces. It may
+    begin `before` that, as reasoning does that the template has begun."""
+    begun, shown = "".join(before.split()), "".join(turn.split())
     for key in _TEXTS:
         value = message.get(key)
-        if isinstance(value, str) and "".join(value.split()) not in shown:
+        text = "".join(value.split()) if isinstance(value, str) else ""
+        if text not in begun[max(0, len(begun) - len(text) + 1) :] + shown:
             return key
     return ""
 
@@ -238,20 +244,32 @@ def _num_until_end(turn: Sequence[int], end_token_ids: Sequence[int]) -> int:
 
 def _marked_spans(
     chat: _Chat, variables: Mapping[str, Any], tokenizer: ModelTokenizer
-) -> tuple[str, list[tuple[int, int]]]:
+) -> tuple[str, list[list[tuple[int, int]]]]:
+    """A message is what the template marks of it, in one part or several."""
     text, spans = tokenizer.render_marked(chat.messages, variables)
     turns = [idx for idx, message in enumerate(chat.messages) if message["role"] == "assistant"]
-    if len(spans) != len(turns):
+    starts = [start for start, _ in spans]
+    if len(spans) > len(turns):
+        before = (
+            tokenizer.render_whole(chat.messages[:idx], variables, asks_for_answer=False)
+            for idx in turns[1:]
+        )
+        common = (commonprefix([text, part]) for part in before)  # noqa: RUF071  texts
+        starts = [0, *map(len, common)]
+    marked: dict[int, list[tuple[int, int]]] = {idx: [] for idx in turns}
+    for span in spans:
+        marked[turns[bisect_right(starts, span[0]) - 1]].append(span)
+    if not all(marked.values()):
         raise DataError(
             f"the chat template marks {len(spans)} parts as generated, and the chat has "
             f"{len(turns)} messages of the assistant: give each its own {{% generation %}} block"
         )
-    return text, [span for idx, span in zip(turns, spans, strict=True) if idx in chat.learned]
+    return text, [marked[idx] for idx in chat.learned]
 
 
 def _prefix_spans(
     chat: _Chat, variables: Mapping[str, Any], tokenizer: ModelTokenizer
-) -> tuple[str, list[tuple[int, int]]]:
+) -> tuple[str, list[list[tuple[int, int]]]]:
     """A message is what its rendering adds to that of the messages before it."""
 
     def render(num_messages: int, *, asks_for_answer: bool) -> str:
@@ -265,7 +283,7 @@ def _prefix_spans(
             "it a weight of 0 to learn the others, or mark the assistant's messages in the "
             "template with {% generation %}"
         )
-    spans: list[tuple[int, int]] = []
+    spans: list[list[tuple[int, int]]] = []
     for idx in chat.learned:
         before = render(idx, asks_for_answer=True)
         through = render(idx + 1, asks_for_answer=False)
@@ -276,5 +294,5 @@ def _prefix_spans(
                 "not known: set sft.loss_on = 'last' if that is enough, or mark the assistant's "
                 "messages in the template with {% generation %}"
             )
-        spans.append((len(before), len(through)))
+        spans.append([(len(before), len(through))])
     return text, spans

@@ -262,13 +262,26 @@ def test_a_template_that_leaves_out_what_is_to_be_learned_is_refused(
         rows().tokenize("row 7", {"messages": chat}, tokenizer_of(tmp_path, template))
 
 
-def test_a_template_that_leaves_out_the_text_beside_a_call_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["Hm.", "1+1"], ids=["new", "in the question"])
+def test_a_template_that_leaves_out_the_text_beside_a_call_is_refused(
+    tmp_path: Path, text: str
+) -> None:
     template = TOOLS.replace("{{ message.content }}{% for", "{% for")
 
     with pytest.raises(DataError, match=r"^row 7: message 2 .* leaves out its content, so that it"):
         rows().tokenize(
-            "row 7", {"messages": calling({}, content="Hm.")}, tokenizer_of(tmp_path, template)
+            "row 7", {"messages": calling({}, content=text)}, tokenizer_of(tmp_path, template)
         )
+
+
+def test_reasoning_that_the_template_begins_is_not_left_out(tmp_path: Path) -> None:
+    thinks = PLAIN.replace("[assistant]{% endif", "[assistant]<think>\n{% endif")
+    tokenizer = tokenizer_of(tmp_path, thinks)
+    answer = {"role": "assistant", "content": "<think>\nHm.</think>2"}
+
+    row = rows().tokenize("row", {"messages": [CHAT[0], answer]}, tokenizer)
+
+    assert learned(tokenizer, row) == [f"Hm.</think>2{END}"]
 
 
 def test_spaces_that_a_template_changes_are_not_left_out(tmp_path: Path) -> None:
@@ -359,6 +372,39 @@ def test_a_row_without_an_answer_is_refused(
 ) -> None:
     with pytest.raises(DataError, match=words):
         rows().tokenize("row 7", row, tokenizer_of(tmp_path, PLAIN))
+
+
+# As TRL's for Phi-3 and Gemma 4: the end of the last message, and a call, have marks of their own.
+SEVERAL: Final = (
+    f"{_HEAD}{{% if message.role == 'assistant' %}}"
+    "{% for call in message.tool_calls or [] %}{% generation %}{{ call.function.name }}!"
+    "{% endgeneration %}ok,{% endfor %}"
+    "{% generation %}{{ message.content }}{% endgeneration %}{% else %}{{ message.content }}"
+    "{% endif %};{% endfor %}{% if messages[-1].role == 'assistant' %}{% generation %}"
+    f"{END}{{% endgeneration %}}{{% else %}}{END}{{% endif %}}"
+)
+
+
+@pytest.mark.parametrize(
+    ("chat", "texts"),
+    [
+        (CHAT, ["hm|2", "so|ö", END]),
+        ([CHAT[0], {**CHAT[1], "weight": 0}, *CHAT[2:]], ["so|ö", END]),
+        ([*CHAT[:3], {**CHAT[3], "weight": 0}], ["hm|2"]),
+        (calling({}, content="Hm."), ["add!", "Hm.", "It is 2.", END]),
+        (calling({}, content="Hm.", weight=0), ["It is 2.", END]),
+    ],
+)
+def test_a_template_may_mark_several_parts_of_a_message(
+    tmp_path: Path, chat: list[dict[str, Any]], texts: list[str]
+) -> None:
+    tokenizer = tokenizer_of(tmp_path, SEVERAL)
+
+    row = rows().tokenize("row", {"messages": chat}, tokenizer)
+
+    assert learned(tokenizer, row) == texts
+    whole = tokenizer.render_whole(chat, {}, asks_for_answer=False)
+    assert row.tokens.tolist() == tokenizer.encode(whole)
 
 
 def test_a_template_whose_marks_do_not_fit_the_chat_is_refused(tmp_path: Path) -> None:
