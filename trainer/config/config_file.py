@@ -40,6 +40,7 @@ _EMPTY: Final[tuple[Any, ...]] = (None, "", {}, ())
 _SECTIONS: Final = annotations_of(SftConfig) | annotations_of(TrainerConfig)
 _Config = TypeVar("_Config", TrainerConfig, ServeConfig, SftConfig)
 _NEAREST: Final = "~ "
+_OTHER: Final[Mapping[type, str]] = {SftConfig: "RL training", TrainerConfig: "SFT"}
 _ABSENT: Final = "umbra does not have it; see docs/coming-from.md"
 
 
@@ -153,9 +154,9 @@ def _unknown_hint(location: tuple[int | str, ...], given: Any, kind: type) -> st
     known = [name for name in annotations_of(section) if _is_used([*names[:-1], name], kind)]
     allowed = f" (allowed: {', '.join(sorted(known))})"
     # An auxiliary pool has settings of its own, whatever other sections and trainers call theirs.
-    elsewhere = _settings(kind) if len(names) <= 2 else {}
+    elsewhere = {} if names[0] == "pools" and len(names) > 2 else _settings(kind)
     found = elsewhere.get(key, [])
-    if elsewhere and (hint := other_trainers_hint(names, given, kind, is_known=bool(found))):
+    if elsewhere and (hint := other_trainers_hint(names, given, kind)):
         return f"; {hint}{allowed}"
     if len(found) != 1:
         alike = sorted(known, key=lambda name: -_num_shared(key, name))
@@ -177,7 +178,7 @@ def _is_used(names: Sequence[str], kind: type) -> bool:
     """Whether the training of a kind of config has a use for a setting."""
     if names[0] not in annotations_of(kind):
         return False
-    return kind is not SftConfig or names[1] not in RL_ONLY.get(names[0], ())
+    return kind is not SftConfig or {*names[1:2]}.isdisjoint(RL_ONLY.get(names[0], ()))
 
 
 def _settings(kind: type) -> dict[str, list[str]]:
@@ -388,16 +389,15 @@ def other_names() -> Mapping[str, Mapping[str, str]]:
     return tomllib.loads(path.read_text(encoding="utf-8"))
 
 
-def other_trainers_hint(
-    location: Sequence[str], value: Any, kind: type = TrainerConfig, *, is_known: bool = False
-) -> str:
+def other_trainers_hint(location: Sequence[str], value: Any, kind: type = TrainerConfig) -> str:
     """The counterpart in umbra of an unknown setting, or "". A table as `value` is a section there,
-    such as verl's `actor_rollout_ref`: its settings count. With `is_known`, a section of umbra has
-    a setting of the same name, so the name alone does not mean another trainer's."""
+    such as verl's `actor_rollout_ref`: its settings count. A name alone that umbra has, too, does
+    not mean another trainer's."""
+    own = _settings(kind)
     hints: dict[str, None] = {}
     for name in _names(tuple(part.lstrip("+").replace("-", "_") for part in location), value):
-        if len(name) > 1 or not is_known:
-            hints[_hint(name, kind) or ("" if is_known else _hint(name[1:], kind))] = None
+        ends = [end for end in (name, name[1:]) if len(end) > 1 or own.keys().isdisjoint(end)]
+        hints[next(filter(None, (_hint(end, kind) for end in ends)), "")] = None
     return "; ".join(filter(None, hints))
 
 
@@ -452,6 +452,6 @@ def _worded(answer: str, kind: type) -> str:
     names = answer.removeprefix(_NEAREST).split(", ")
     settings = " and ".join(map(repr, names))
     if not all(_is_used(name.split("."), kind) for name in names):
-        return f"only RL training has a use for {settings}: leave it out"
+        return f"only {_OTHER[kind]} has a use for {settings}: leave it out"
     is_nearest = answer.startswith(_NEAREST)
     return f"not in umbra; nearest is {settings}" if is_nearest else f"use {settings}"

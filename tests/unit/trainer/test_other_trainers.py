@@ -74,10 +74,32 @@ def test_all_answers_are_settings_of_umbra() -> None:
             "trainer.model.lora.rank=8",
             "'trainer.model.lora.rank' of prime-rl: use 'model.lora.rank'",
         ),
+        (
+            "train.completion_only_loss=true",
+            "'completion_only_loss' of TRL: only SFT has a use for 'sft.completion_column': leave "
+            "it out",
+        ),
         ("train.peft_config=x", "'peft_config' of TRL: use 'model.lora.rank'"),
         ("model.lora_rank=8", "'model.lora_rank' of verl: use 'model.lora.rank'"),
-        ("train.use_dora=true", f"'use_dora' of TRL: {ABSENT}"),
-        ("train.lora_dropout=0.1", f"'lora_dropout' of TRL: {ABSENT}"),
+        ("train.use_dora=true", f"'use_dora' of TRL and PEFT: {ABSENT}"),
+        ("train.lora_dropout=0.1", f"'lora_dropout' of TRL and PEFT: {ABSENT}"),
+        ("train.optim=adamw_8bit", "'optim' of TRL and OpenRLHF: use 'train.optimizer'"),
+        ("model.lora.r=8", "'lora.r' of PEFT: use 'model.lora.rank'"),
+        (
+            "model.lora.dropout=0.1",
+            f"'model.lora.dropout' of verl and prime-rl and SkyRL: {ABSENT}",
+        ),
+        ("model.lora.ranks=8", "did you mean 'rank'?"),
+        ("model.lora.optimizer=muon", "did you mean 'train.optimizer'?"),
+        (
+            "orchestrator.algo.type=max_rl",
+            "'orchestrator.algo.type' of prime-rl: use 'train.advantage'",
+        ),
+        (
+            "trainer.algorithm.eps_clip_low=0.2",
+            "'trainer.algorithm.eps_clip_low' of SkyRL: use 'train.clip_eps_low'",
+        ),
+        ("actor.adam.lr=1e-6", "'actor.adam.lr' of OpenRLHF: use 'train.learning_rate'"),
         ("generation_kwargs.min_p=0.1", f"'generation_kwargs.min_p' of TRL: {ABSENT}"),
         ('generation_kwargs.stop=["x"]', "'generation_kwargs.stop' of TRL: use 'rollout.stop'"),
         (

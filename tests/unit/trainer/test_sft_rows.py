@@ -477,6 +477,19 @@ def test_sections_of_the_other_training_are_refused() -> None:
         check_config(TrainerConfig, MINIMAL | {"sft": {}}, "config")
 
 
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("trian.steps=3", r"trian is unknown; did you mean 'train'\?"),
+        ("val.data=rows.jsonl", r"val is unknown; 'val\.data' of prime-rl: use 'data\.eval' "),
+        ("train.batch_size=8", r"train\.batch_size is unknown; did you mean 'sft\.batch_size'\?"),
+    ],
+)
+def test_unknown_settings_are_answered_by_those_of_fine_tuning(override: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        config(override)
+
+
 SHARED = {
     "run": "dir loggers name overwrite profile_steps resume",
     "data": "chat_template_kwargs eval eval_limit format messages_column overlong prompt_column "
