@@ -22,6 +22,7 @@ _KNOWN: Final[Mapping[int, tuple[str, str]]] = {
     errno.EEXIST: ("a file of that name is in the way", "move that file away"),
     errno.ENAMETOOLONG: ("the name is too long for the file system", "choose a shorter one"),
     errno.ESTALE: ("the file system went away under it", "mount it again"),
+    errno.EMFILE: ("too many open files", "raise ulimit -n"),
     errno.EIO: ("the disk or the file server failed", "see the kernel's log"),
 }
 """Cause and remedy of each."""

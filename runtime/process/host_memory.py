@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, Final
 
+from umbra.runtime.disk import explain
 from umbra.runtime.errors import WeightSyncError
 
 _MADV_POPULATE_READ: Final = 22  # Linux 5.14; not in the mmap module of Python 3.11
@@ -49,7 +50,8 @@ def create_memory(name: str, nbytes: int, *, is_allocated: bool = True) -> int:
     except OSError as error:
         if fd >= 0:
             os.close(fd)
-        raise WeightSyncError(f"cannot make {nbytes} bytes of shared memory: {error}") from error
+        why = explain(error, Path("/dev/shm"))
+        raise WeightSyncError(f"cannot make {nbytes} bytes of shared memory: {why}") from error
     return fd
 
 

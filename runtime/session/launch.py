@@ -23,7 +23,7 @@ from umbra.runtime.cluster.job_nodes import check_several_nodes, job_name, own_a
 from umbra.runtime.cluster.socket_dir import socket_dir_path
 from umbra.runtime.rpc.curve_keys import CurveKeys, sweep_keys
 from umbra.runtime.supervisor.supervisor import SupervisorConfig
-from umbra.runtime.supervisor.supervisor_main import start_supervisor
+from umbra.runtime.supervisor.supervisor_main import allow_many_files, start_supervisor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +64,7 @@ class NodeLaunch:
         self._config = config
         self._environment = environment
         self._agent = bind_to_agent()
+        allow_many_files()  # a rank has one for each node of a sync
         owner_pid = os.getpid() if self._agent is None else self._agent.pid
         self.node_id = config.node_id or socket.gethostname()
         self.tcp_host = config.tcp_host or host_address()

@@ -148,8 +148,8 @@ async def _look_around(supervisor: Supervisor, socket_dir: Path) -> None:
             supervisor.notes.note(text, "fault", "supervisor")
 
 
-def _allow_many_files() -> None:
-    """Raises the soft limit of open files, for all processes below, too."""
+def allow_many_files() -> None:
+    """Raises the soft limit of open files, for this process and all below it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(_NUM_FILES, hard)), hard))
 
@@ -163,7 +163,7 @@ def main() -> None:
     os.set_inheritable(arguments.ready_fd, False)
     become_subreaper()
     answer_stack_requests()
-    _allow_many_files()
+    allow_many_files()
     config = SupervisorConfig.from_json(sys.stdin.buffer.read())
     logging.basicConfig(
         level=config.log_level,

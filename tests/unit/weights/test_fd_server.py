@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from umbra.runtime.errors import ConnectionLost, DeadlineExceeded, WeightSyncError
+from umbra.runtime.process.host_memory import create_memory
 from umbra.runtime.weights.image import fd_server
 from umbra.runtime.weights.image.fd_server import (
     MAX_FDS,
@@ -209,6 +210,14 @@ def next_fd() -> int:
     fd = os.dup(0)
     os.close(fd)
     return fd
+
+
+def test_memory_without_a_descriptor_names_the_limit() -> None:
+    with (
+        soft_limit(next_fd()),
+        pytest.raises(WeightSyncError, match=r"memory: too many open files: raise ulimit -n$"),
+    ):
+        create_memory("image", 4096)
 
 
 def test_a_server_that_may_not_open_more_files_refuses_and_closes_all(tmp_path: Path) -> None:
