@@ -3,6 +3,7 @@ costs the other engines of its node."""
 
 from __future__ import annotations
 
+import socket
 import time
 from contextlib import closing
 from dataclasses import replace
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from umbra.runtime.engine_api.lifecycle import EngineLifecycle
 from umbra.runtime.errors import WeightSyncError
+from umbra.runtime.pools import engine_sync
 from umbra.runtime.pools.pool_spec import SyncSettings
 from umbra.runtime.session.weight_publisher import WeightPublisher
 from umbra.runtime.weights.sync_messages import (
@@ -166,6 +168,29 @@ def test_an_engine_continues_if_its_receiver_fails_before_the_weights_come() -> 
         assert other.log.count("prepare_update") == 3
         assert other.killed is None
         assert other.lifecycle.version == 2
+
+
+def test_an_engine_whom_a_rank_refuses_fails_at_once_and_the_others_get_the_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Misled(ThreadEngine):
+        async def prepare_update(
+            self, version: int, manifest: bytes, buckets: dict[str, Any], timeout_s: float
+        ) -> None:
+            receives = {**buckets["receives"], "ranks": [(0, closed)]}
+            wire = {**buckets, "receives": receives}
+            await super().prepare_update(version, manifest, wire, timeout_s)
+
+    monkeypatch.setattr(engine_sync, "_RANK_NEWS_LIMIT_S", 0.1)
+    engines = [Misled("misled", empty_like(TENSORS)), ThreadEngine("sound", empty_like(TENSORS))]
+    with socket.socket() as bound, local_pool(engines, TCP) as supervisor:
+        bound.bind(("127.0.0.1", 0))  # without listening
+        closed = f"127.0.0.1:{bound.getsockname()[1]}"
+        report = publish(supervisor, 1)
+
+    assert list(report.engines) == ["sound"]
+    assert "bucket 0 of 8 did not arrive from rank 0: [Errno 111]" in report.failed["misled"]
+    assert holds(engines[1], TENSORS)
 
 
 def test_ranks_of_a_node_fill_its_image_and_send_to_the_receivers_of_others() -> None:
