@@ -1,14 +1,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from functools import cache
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
 
 from umbra.runtime.weights.shards import local_part
+from umbra.trainer.model.compiling import compile_with_constants
 
 _BLOCK: Final = 256
 """Most elements of a block. Larger ones save little, and a large element leaves more others few
@@ -18,11 +18,14 @@ _MIN_BLOCK: Final = 32
 _DECADES: Final = 6
 """Powers of ten between a block's least and largest levels. With fewer, small gradients move their
 parameters less than in AdamW; with more, levels are farther apart than 6 % (12 % of both signs)."""
-_CHUNK: Final = 1 << 22
-"""Elements computed at once. More take more memory meanwhile, 40 bytes each; fewer launch more
-kernels."""
-_AVERAGE: Final = "exp_avg_8bit"
-_ROOT: Final = "exp_root_8bit"
+_CHUNK: Final = 1 << 16
+"""Blocks computed at once. With fewer, kernels end before the next are launched; uncompiled, more
+take more memory meanwhile, 40 bytes for each element."""
+_OCTAVES: Final = _DECADES * math.log2(10)
+_LAST: Final = 255
+_LAST_SIGNED: Final = 126
+"""Index of the largest level of codes without and with a sign."""
+_MOMENTS: Final = ("exp_avg_8bit", "exp_root_8bit")
 _SCALE: Final = "_scale"
 
 
@@ -36,21 +39,34 @@ class AdamW8bit(torch.optim.Optimizer):
     - A value is rounded up in as many steps as its place between two levels says, in an order that
       step and column decide. To the nearest, changes of less than half a level would be lost.
 
-    `step` needs the state of each parameter: a "step", and `first_moments`.
+    `step` needs the state of each parameter: a "step", and `first_moments`. Where it `compiles`, it
+    makes one pass over memory, and may round last bits in another way.
     """
+
+    def __init__(
+        self, groups: Sequence[dict[str, Any]], options: dict[str, Any], *, compiles: bool
+    ) -> None:
+        super().__init__(groups, options)
+        self._update = compile_with_constants(_update) if compiles else _update
+        self._chunks: dict[Tensor, list[Sequence[Tensor]]] = {}  # views that take long to make
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         for group in self.param_groups:
+            device, decay = group["params"][0].device, group["lr"] * group["weight_decay"]
+            rate, kept = (torch.full((), x, device=device) for x in (group["lr"], 1 - decay))
+            constants = (group["betas"], group["eps"])
             for parameter in [p for p in group["params"] if p.grad is not None]:
                 state, size = self.state[parameter], block_size(parameter)
                 state["step"] += 1
-                codes = (parameter, parameter.grad, state[_AVERAGE], state[_ROOT])
-                scales = (state[_AVERAGE + _SCALE], state[_ROOT + _SCALE])
-                rows: list[Any] = [local_part(each).view(-1, size) for each in codes]
-                rows += [local_part(each).view(-1, 1) for each in scales]
-                for chunk in zip(*(each.split(_CHUNK // size) for each in rows), strict=True):
-                    _update(chunk, state["step"], group)
+                if parameter not in self._chunks:
+                    codes = [_split(state[moment], size) for moment in _MOMENTS]
+                    scales = [_split(state[moment + _SCALE], 1) for moment in _MOMENTS]
+                    whole = (_split(parameter, size), *codes, *scales)
+                    self._chunks[parameter] = list(zip(*whole, strict=True))
+                gradients = _split(parameter.grad, size)
+                for gradient, chunk in zip(gradients, self._chunks[parameter], strict=True):
+                    self._update(gradient, chunk, state["step"], rate, kept, *constants)
 
 
 def block_size(parameter: Tensor) -> int:
@@ -64,7 +80,7 @@ def first_moments(parameter: Tensor) -> dict[str, Tensor]:
     blocks = parameter[..., : parameter.shape[-1] // block_size(parameter)]
     like: Any = torch.zeros_like
     moments: dict[str, Tensor] = {}
-    for kind in (_AVERAGE, _ROOT):
+    for kind in _MOMENTS:
         moments[kind] = like(parameter, dtype=torch.uint8)
         moments[kind + _SCALE] = like(
             blocks, dtype=torch.float32, memory_format=torch.contiguous_format
@@ -72,38 +88,58 @@ def first_moments(parameter: Tensor) -> dict[str, Tensor]:
     return moments
 
 
-def _update(blocks: Sequence[Tensor], step: Tensor, group: Mapping[str, Any]) -> None:
-    """One step of B blocks of size S: [B, S] parameter, gradient, codes; [B, 1] scales."""
-    parameter, gradient, average_codes, root_codes, average_scale, root_scale = blocks
-    (beta1, beta2), rate = group["betas"], group["lr"]
-    dtype = torch.promote_types(parameter.dtype, torch.float32)
-    gradient, both, positive = gradient.to(dtype), *_levels(parameter.device)
-    average = (both[average_codes.int()] * average_scale).to(dtype).lerp_(gradient, 1 - beta1)
-    root = (positive[root_codes.int()] * root_scale).to(dtype)
+def _split(tensor: Tensor, size: int) -> Sequence[Tensor]:
+    """[B, size] each."""
+    rows, untyped = cast("Any", local_part(tensor)).view(-1, size), cast("Any", torch)
+    chunks: Sequence[Tensor] = rows.split(_CHUNK)
+    for chunk in chunks:
+        untyped._dynamo.mark_static(chunk, 1)  # a block's size is known, so that it is read once
+    return chunks
+
+
+def _update(
+    gradient: Tensor,
+    blocks: Sequence[Tensor],
+    step: Tensor,
+    rate: Tensor,
+    kept: Tensor,
+    betas: tuple[float, float],
+    eps: float,
+) -> None:
+    """One step of B blocks of size S: [B, S] gradient, parameter, codes; [B, 1] scales; the share
+    of parameters that their decay has `kept`."""
+    parameter, average_codes, root_codes, average_scale, root_scale = blocks
+    (beta1, beta2), dtype = betas, torch.promote_types(parameter.dtype, torch.float32)
+    gradient, signed = gradient.to(dtype), average_codes.float() - _LAST_SIGNED - 1
+    average = signed.sign() * _level(signed.abs() - 1, _LAST_SIGNED) * average_scale
+    average = average.to(dtype).lerp_(gradient, 1 - beta1)
+    root = (_level(root_codes.float(), _LAST) * root_scale).to(dtype)
     root = root.square_().lerp_(gradient.square(), 1 - beta2).sqrt_()
-    denominator = (root / (1 - beta2**step).sqrt()).add_(group["eps"])
+    denominator = (root / (1 - beta2**step).sqrt()).add_(eps)
     update = (average / denominator).mul_(rate / (1 - beta1**step))
-    parameter.copy_(parameter.to(dtype) * (1 - rate * group["weight_decay"]) - update)
+    parameter.copy_(parameter.to(dtype) * kept - update)
     # Roberts' R2 sequence: any stretch of steps, or of columns, has about even shares.
     columns = torch.arange(gradient.shape[1], dtype=torch.float64, device=parameter.device)
     shares = (columns * 0.7548776662466927 + step.double() * 0.5698402909980532).frac().float()
-    _store(average, average_codes, average_scale, both, shares)
-    _store(root, root_codes, root_scale, positive, shares)
+    average, root = _scale(average, average_scale), _scale(root, root_scale)
+    signed = average.sign() * (_round(average.abs(), -1, _LAST_SIGNED, shares) + 1)
+    average_codes.copy_(signed + _LAST_SIGNED + 1)
+    root_codes.copy_(_round(root, 0, _LAST, shares))
 
 
-def _store(values: Tensor, codes: Tensor, scale: Tensor, levels: Tensor, shares: Tensor) -> None:
-    """Rounds up where a value is above the lower level by more than this share of the distance."""
+def _scale(values: Tensor, scale: Tensor) -> Tensor:
     scale.copy_(values.abs().amax(dim=1, keepdim=True))
-    values = values.float() / scale.clamp(min=torch.finfo(torch.float32).tiny)
-    lower = torch.bucketize(values, levels, right=True, out_int32=True) - 1
-    lower.clamp_(0, len(levels) - 2)
-    low, high = levels[lower], levels[lower + 1]
-    codes.copy_(lower + (values - low > shares * (high - low)))
+    return values.float() / scale.clamp(min=torch.finfo(torch.float32).tiny)
 
 
-@cache
-def _levels(device: torch.device) -> tuple[Tensor, Tensor]:
-    """The values of codes at a scale of 1: [255] of both signs and 0, and [256] above 0."""
-    half = torch.logspace(-_DECADES, 0, 127, device=device)
-    both = torch.cat([-half.flip(0), half.new_zeros(1), half])
-    return both, torch.logspace(-_DECADES, 0, 256, device=device)
+def _level(indices: Tensor, last: int) -> Tensor:
+    """Evenly spaced powers from 10**-_DECADES at 0 to 1 at `last`; below 0, the level 0."""
+    return torch.exp2((indices / last - 1) * _OCTAVES) * (indices >= 0)
+
+
+def _round(values: Tensor, first: int, last: int, shares: Tensor) -> Tensor:
+    """Indices of levels. Rounds up where a value is above the lower level by more than this share
+    of the distance."""
+    lower = ((values.log2() / _OCTAVES + 1) * last).floor_().clamp_(first, last - 1)
+    low, high = _level(lower, last), _level(lower + 1, last)
+    return lower + (values - low > shares * (high - low))

@@ -45,10 +45,14 @@ def compile_blocks(model: nn.Module) -> None:
     dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, _MAX_VARIANTS)
     for block in blocks:
         any_block: Any = block
-        compiled = CompiledFunction(any_block.forward)
-        # By default torch makes a block's numbers inputs, finds that some cannot be, and compiles
-        # all of it a second time. No cache keeps the first attempt.
-        any_block.forward = dynamo.config.patch(specialize_float=True)(compiled)
+        any_block.forward = compile_with_constants(any_block.forward)
+
+
+def compile_with_constants(function: Callable[..., Any]) -> Callable[..., Any]:
+    """By default torch makes a function's numbers inputs, finds that some cannot be, and compiles
+    all of it a second time. No cache keeps the first attempt."""
+    constant_numbers = cast("Any", torch)._dynamo.config.patch(specialize_float=True)
+    return constant_numbers(CompiledFunction(function))
 
 
 class CompiledFunction:

@@ -206,9 +206,9 @@ def _make(
     if kind is Muon:
         return Muon(groups, options)
     options |= {"betas": train.betas, "eps": train.eps}
-    return (
-        AdamW8bit(groups, options) if kind is AdamW8bit else _AdamW(groups, fused=True, **options)
-    )
+    if kind is AdamW8bit:
+        return AdamW8bit(groups, options, compiles=train.compile is True)
+    return _AdamW(groups, fused=True, **options)
 
 
 def _first_state(optimizer: torch.optim.Optimizer, data: Tensor) -> dict[str, Tensor]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import pwd
+from collections import defaultdict
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,9 @@ from torch._inductor import config as inductor_config
 from torch._inductor import lowering as inductor_lowering
 from training_models import make_model
 
+from umbra.trainer.config.trainer_config import TrainSection
 from umbra.trainer.model.compiling import CompiledFunction, compile_blocks
+from umbra.trainer.model.optimizer import ModelOptimizer
 from umbra.trainer.model.packing import KeyRows
 
 library: Any = torch
@@ -61,6 +65,43 @@ def test_code_with_an_autograd_function_is_kept_for_later_runs() -> None:
 
     torch.testing.assert_close(gathered, keys.gather(rows))
     assert (counters["autograd_cache_bypass"], counters["autograd_cache_miss"]) == (0, 1)
+
+
+def after_8_bit_steps(shares: Sequence[slice], *, compiles: bool) -> dict[str, Tensor]:
+    """Parameters and codes after three steps of optimizers that have these shares of all rows."""
+    found: dict[str, list[Tensor]] = defaultdict(list)
+    for share in shares:
+        generator = torch.Generator().manual_seed(0)
+        whole = {f"{n} rows": torch.randn(n, 3, 512, generator=generator) for n in (8, 6, 43)}
+        parameters = {name: nn.Parameter(value[share].clone()) for name, value in whole.items()}
+        train = TrainSection(steps=3, optimizer="adamw_8bit", compile=compiles, max_grad_norm=0.0)
+        optimizer = ModelOptimizer(parameters, dict.fromkeys(parameters, "hidden"), train)
+        for step in range(3):
+            for parameter in parameters.values():
+                parameter.grad = (parameter.detach() * 7 * (step + 1)).sin()
+            optimizer.step(step)
+        for name, value in {**parameters, **optimizer.states}.items():
+            found[name].append(value.detach())
+    return {name: torch.cat(values) for name, values in found.items() if values[0].ndim}
+
+
+@pytest.mark.slow
+def test_8_bit_steps_of_all_shapes_share_code_that_rounds_as_on_other_ranks() -> None:
+    counters = library._dynamo.utils.counters["stats"]
+    before = counters["unique_graphs"]
+
+    with inductor.patch(compile_threads=1):
+        whole = after_8_bit_steps([slice(None)], compiles=True)
+        parts = after_8_bit_steps([slice(4), slice(4, None)], compiles=True)
+
+    assert counters["unique_graphs"] - before == 1
+    for name, eager in after_8_bit_steps([slice(None)], compiles=False).items():
+        assert torch.equal(whole[name], parts[name]), name
+        if eager.dtype == torch.uint8:  # a value's last bit may decide between two levels
+            assert (whole[name].int() - eager.int()).abs().max() <= 1, name
+            assert (whole[name] != eager).float().mean() < 1e-3, name
+        else:
+            torch.testing.assert_close(whole[name], eager)
 
 
 def twice(values: Tensor) -> Tensor:
