@@ -1,6 +1,6 @@
 """The tests and benchmarks that need GPUs, side by side on several of them, within a given time.
 
-    python tests/run_on_gpus.py --seconds 560 --logs DIR 0:sglang,sglang-speed 1:trainer,vllm
+    python tests/run_on_gpus.py --seconds 560 --logs DIR 0:sglang,sglang-restart 1:trainer,vllm
 
 A chain is its GPUs (`0`, or `0+1`) and its jobs, done one after the other; chains run side by side.
 What a job prints goes to DIR/JOB.log, how it ended to the terminal. When the time is over, jobs are
@@ -37,7 +37,6 @@ PYTEST: Final = f"-m pytest {PLUGIN} -q -rA --durations=10 --tb=short -W default
 # Engines' modules warn, and more so where nothing of theirs is compiled yet.
 SGLANG_KERNELS: Final = {"attention_backend": "triton", "sampling_backend": "pytorch"}
 NO_GRAPHS: Final = json.dumps(SGLANG_KERNELS | {"disable_cuda_graph": True})
-GRAPHS: Final = json.dumps(SGLANG_KERNELS | {"cuda_graph_max_bs_decode": 256})
 SHAPE_8B: Final = "--shape 8B --dtype bfloat16"
 EAGER: Final = "{enforce_eager=true}"
 # vLLM starts in half the time.
@@ -155,7 +154,7 @@ JOBS: Final = {
     "vllm-beside-trainer": tests_of("vllm", "tests/gpu/engines/test_vllm_beside_trainer_gpu.py"),
     "vllm-restart": restart("vllm", '{"enforce_eager": true}'),
     "vllm-speed": Job(
-        arguments="tests/bench/adapter_speed.py --device cuda --shapes 0.6B", engine="vllm"
+        arguments="tests/bench/adapter_speed.py --device cuda --shape 0.6B", engine="vllm"
     ),
     "sglang": tests_of("sglang", "tests/gpu/engines/test_sglang_gpu.py"),
     "sglang-retract-1": sglang_retracting(1),
@@ -166,11 +165,6 @@ JOBS: Final = {
     ),
     "sglang-spanning": tests_of("sglang", f"{SPANNING} -k sglang"),
     "sglang-restart": restart("sglang", NO_GRAPHS),
-    "sglang-speed": Job(
-        arguments="tests/bench/adapter_speed.py --engine sglang --device cuda --shapes 0.6B "
-        f"--engine-args '{GRAPHS}'",
-        engine="sglang",
-    ),
     "hybrid": step("0.6b", 1),
     **{f"hybrid-of-{count}": step("0.6b", count) for count in (2, 4)},
     **{
@@ -190,6 +184,7 @@ JOBS: Final = {
             ("", "2"),
             ("-abort", "2 pool.on_update=abort"),
             ("-in-turn", "0"),
+            ("-staged", "2 pool.staged_updates=true"),
         )
     },
     "checksums": tests_of(
@@ -202,14 +197,6 @@ JOBS: Final = {
     "weights-of-two": weights_to("vllm", "--shape 0.6B --ranks 2"),
     "weights-of-two-8b": weights_to("vllm", f"{SHAPE_8B} --ranks 2"),
     "weights-of-two-8b-masters": weights_to("vllm", "--shape 8B --ranks 2"),
-    "weights-apart": weights_to("vllm", "--shape 0.6B --mode standalone --syncs 12"),
-    "weights-apart-8b": weights_to("vllm", f"{SHAPE_8B} --mode standalone --syncs 12"),
-    "weights-apart-staged": weights_to(
-        "vllm", "--shape 0.6B --mode standalone --staged --syncs 12"
-    ),
-    "weights-apart-8b-staged": weights_to(
-        "vllm", f"{SHAPE_8B} --mode standalone --staged --syncs 12"
-    ),
     "weights-sglang": weights_to("sglang", "--shape 0.6B"),
     "weights-sglang-8b": weights_to("sglang", SHAPE_8B),
     "weights-host": weights_to("vllm", "--shape 0.6B --transport memfd --syncs 8"),
@@ -217,9 +204,6 @@ JOBS: Final = {
     "weights-checked": weights_to("vllm", "--shape 0.6B --checksums"),
     "weights-checked-8b": weights_to("vllm", f"{SHAPE_8B} --checksums --syncs 6"),
     "weights-trace": training_run("--ranks 1 --trace LOG.json.gz", 2),
-    "saves": Job(
-        arguments="tests/bench/training_step.py --modes eager --saves 3 --cases SmolLM2 0.6B"
-    ),
     "verl-protocol": Job(arguments="tests/bench/verl_protocol.py"),
 }
 

@@ -1,15 +1,12 @@
-"""umbra's vLLM or SGLang engine beside the bare library: the same options and the same requests.
+"""umbra's vLLM engine beside a bare AsyncLLM: the same options and the same requests.
 
-64 concurrent requests of 128 new tokens; on a GPU 256 of 512. The bare side has one task a request.
-For vLLM that is `generate` of another AsyncLLM, which answers when the request ends, with logprobs
-(bare) and without. For SGLang it is `async_generate` of umbra's own engine, which answers when the
-request ends (bare) or as it goes (streaming). umbra always streams, so that a crash of the engine
-loses few tokens. The sides alternate. Prints JSON, medians of the rounds: tokens/s, milliseconds a
-decode step, processor time a step of this process, the frontend, and of its descendants, the
-engine; and umbra's share of the other speeds.
+64 concurrent requests of 128 new tokens; on a GPU 256 of 512. The bare side has one task a request,
+which gets its answer when the request ends, with logprobs (bare) and without. umbra always streams,
+so that a crash of the engine loses few tokens. The sides alternate. Prints JSON, medians of the
+rounds: tokens/s, milliseconds a decode step, processor time a step of this process, the frontend,
+and of its descendants, the engine; and umbra's share of the other speeds.
 
-    .venv-vllm/bin/python tests/bench/adapter_speed.py [--rounds 7] [--device cuda]
-    python tests/bench/adapter_speed.py --engine sglang --device cuda
+    .venv-vllm/bin/python tests/bench/adapter_speed.py [--rounds 5] [--device cuda --shape 0.6B]
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -31,32 +28,26 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from bench_report import options_parser
 from qwen3_shapes import SHAPES, save_model
 
-from umbra.engines.sglang.sglang_engine import SglangCore, SglangEngine
-from umbra.engines.sglang.sglang_requests import generate_fields
-from umbra.engines.shell.adapter_engine import AdapterEngine
 from umbra.engines.vllm.vllm_engine import VllmEngine
 from umbra.engines.vllm.vllm_library import VllmLibrary
 from umbra.engines.vllm.vllm_settings import VllmSettings
 from umbra.runtime.engine_api.generation_request import GenerationRequest, parse_request
 from umbra.runtime.process.descendants import living_descendants
 
-NUM_REQUESTS = {"cpu": 64, "cuda": 256}
-DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
-NUM_NEW_TOKENS = {"cpu": 128, "cuda": 512}
+WORKS = {"cpu": ("float32", 64, 128), "cuda": ("bfloat16", 256, 512)}
+"""Device -> dtype, requests and new tokens of each."""
 NUM_PROMPT_TOKENS, MAX_CONTEXT_LEN = 32, 1024
 UMBRAS_OWN = ("worker_extension_cls", "scheduler_cls")
-SMALL = {**SHAPES["tiny"], "hidden_size": 128, "intermediate_size": 256}
-MEDIUM = {"vocab_size": 8192, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 4}
-MODELS: dict[str, dict[str, Any]] = {"0.4M": SMALL, "30M": SMALL | MEDIUM, "0.6B": SHAPES["0.6B"]}
 
 
 Ask = Callable[[str, GenerationRequest], Coroutine[Any, Any, int]]
 """Asks the bare library under a name; returns the number of tokens of the answer."""
 
 
-def make_requests(vocab_size: int, count: int, device: str) -> list[dict[str, Any]]:
+def make_requests(vocab_size: int, count: int, num_new_tokens: int) -> list[dict[str, Any]]:
     rng = np.random.default_rng(0)
     return [
         {
@@ -64,7 +55,7 @@ def make_requests(vocab_size: int, count: int, device: str) -> list[dict[str, An
             "tokens": rng.integers(0, vocab_size, NUM_PROMPT_TOKENS).astype(np.int32),
             "position": 0,
             "seed": idx,
-            "max_new_tokens": NUM_NEW_TOKENS[device],
+            "max_new_tokens": num_new_tokens,
             "temperature": 1.0,
             "stop_token_ids": [],
         }
@@ -104,28 +95,6 @@ async def bare_vllm(settings: dict[str, Any]) -> AsyncGenerator[dict[str, Ask]]:
         llm.shutdown()
 
 
-@asynccontextmanager
-async def bare_sglang(engine: AdapterEngine) -> AsyncGenerator[dict[str, Ask]]:
-    core: Any = engine._core
-    yield {
-        "bare": partial(ask_sglang, core),
-        "streaming": partial(ask_sglang, core, streams=True),
-    }
-
-
-async def ask_sglang(
-    core: SglangCore, key: str, request: GenerationRequest, *, streams: bool = False
-) -> int:
-    fields = generate_fields(request, key, "bare", 1) | {"stream": streams}
-    frontend: Any = core._frontend
-    asked = core.library.GenerateReqInput(**fields)
-    count = 0
-    async with aclosing(frontend.generate_request(asked)) as answers:
-        async for answer in answers:
-            count = answer["meta_info"]["completion_tokens"]
-    return count
-
-
 async def run_bare(ask: Ask, asked: list[dict[str, Any]], serial: str) -> int:
     """As a program on the library alone would do it. The number of tokens."""
     parsed = [parse_request(raw, max_context_len=MAX_CONTEXT_LEN, vocab_size=None) for raw in asked]
@@ -136,7 +105,7 @@ async def run_bare(ask: Ask, asked: list[dict[str, Any]], serial: str) -> int:
     return sum(task.result() for task in tasks)
 
 
-async def run_adapter(engine: AdapterEngine, asked: list[dict[str, Any]]) -> int:
+async def run_adapter(engine: VllmEngine, asked: list[dict[str, Any]]) -> int:
     count = num_finished = 0
     async with aclosing(engine.deltas()) as batches:
         await engine.submit(asked)
@@ -158,16 +127,14 @@ def times_s() -> np.ndarray:
 
 
 async def measure(shape: dict[str, Any], given: argparse.Namespace) -> dict[str, Any]:
-    asked = make_requests(
-        shape["vocab_size"], given.requests or NUM_REQUESTS[given.device], given.device
-    )
-    num_steps = NUM_NEW_TOKENS[given.device]
+    dtype, num_requests, num_steps = WORKS[given.device]
+    asked = make_requests(shape["vocab_size"], num_requests, num_steps)
     seconds: dict[str, list[np.ndarray]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
-        save_model(Path(folder), shape, DTYPES[given.device])
+        save_model(Path(folder), shape, dtype)
         settings: dict[str, Any] = {
             "model_path": folder,
-            "dtype": DTYPES[given.device],
+            "dtype": dtype,
             "device": given.device,
             "max_num_seqs": len(asked),
             "max_context_len": MAX_CONTEXT_LEN,
@@ -176,21 +143,18 @@ async def measure(shape: dict[str, Any], given: argparse.Namespace) -> dict[str,
             "load_weights": True,
             "engine_args": given.engine_args,
         }
-        is_sglang = given.engine == "sglang"
-        engine = (SglangEngine if is_sglang else VllmEngine)(**settings)
+        engine = VllmEngine(**settings)
         async with engine, asyncio.TaskGroup() as tasks:
             running = tasks.create_task(engine.run())
-            async with bare_sglang(engine) if is_sglang else bare_vllm(settings) as asks:
+            async with bare_vllm(settings) as asks:
                 for idx in range(given.rounds + 1):
-                    sides: dict[str, Callable[[], Coroutine[Any, Any, int]]] = {
-                        name: partial(run_bare, ask, asked, f"{name}-{idx:04d}")
-                        for name, ask in asks.items()
-                    }
-                    for name, run in (
-                        sides | {"umbra": partial(run_adapter, engine, asked)}
-                    ).items():
+                    for name, ask in (*asks.items(), ("umbra", None)):
                         began = times_s()
-                        assert await run() == num_steps * len(asked)
+                        if ask is None:
+                            count = await run_adapter(engine, asked)
+                        else:
+                            count = await run_bare(ask, asked, f"{name}-{idx:04d}")
+                        assert count == num_steps * len(asked)
                         if idx:  # the first round warms up
                             seconds[name].append(times_s() - began)
             running.cancel()
@@ -207,16 +171,12 @@ async def measure(shape: dict[str, Any], given: argparse.Namespace) -> dict[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--engine", choices=["vllm", "sglang"], default="vllm")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--requests", type=int, help="at once; default: by device")
-    parser.add_argument("--device", choices=list(NUM_REQUESTS), default="cpu")
+    parser = options_parser(__doc__)
+    parser.add_argument("--device", choices=list(WORKS), default="cpu")
     parser.add_argument("--engine-args", type=json.loads, default={}, help="JSON")
-    parser.add_argument("--shapes", nargs="+", choices=list(MODELS), default=["0.4M", "30M"])
+    parser.add_argument("--shape", choices=list(SHAPES), default="tiny")
     given = parser.parse_args()
-    found = {name: asyncio.run(measure(MODELS[name], given)) for name in given.shapes}
-    print(json.dumps(found, indent=2))
+    print(json.dumps(asyncio.run(measure(SHAPES[given.shape], given)), indent=2))
 
 
 if __name__ == "__main__":

@@ -37,11 +37,11 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+from bench_report import describe, torchrun
 
 RECIPE: Final = Path(__file__).parents[2] / "launch/recipes/arithmetic"
 STOP_LIMIT_S: Final = 20.0
@@ -104,18 +104,11 @@ def main() -> int:
         def write(row: dict[str, Any]) -> None:
             file.write(json.dumps(row, default=str) + "\n")
 
-        write(describe(options))
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+        described = describe("torch", "transformers", "vllm", "trl")
+        write({"options": vars(options), "device": device, **described})
         run = run_umbra if options.trainer.startswith("umbra") else run_trl
         return run(options, write)
-
-
-def describe(options: argparse.Namespace) -> dict[str, Any]:
-    versions: dict[str, str] = {}
-    for name in ("torch", "transformers", "vllm", "trl"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    return {"options": vars(options), "versions": versions, "device": device}
 
 
 def recipe_of(options: argparse.Namespace) -> dict[str, Any]:
@@ -123,10 +116,15 @@ def recipe_of(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_umbra(options: argparse.Namespace, write: Callable[[dict[str, Any]], None]) -> int:
+    from transformers import AutoModelForCausalLM
+
+    from umbra.trainer.reporting.metrics_loggers import read_metrics
+
     deadline = STARTED + options.seconds - FINAL_S
     is_sft = options.trainer == "umbra-sft"
     with tempfile.TemporaryDirectory(prefix="umbra-recipe-") as folder:
         run_dir = Path(folder) / "run"
+        metrics = run_dir / "metrics.jsonl"
         settings = {
             "run.dir": run_dir,
             "run.resume": "auto",
@@ -149,35 +147,33 @@ def run_umbra(options: argparse.Namespace, write: Callable[[dict[str, Any]], Non
             }
         if options.lora:
             settings |= {"model.lora.rank": options.lora, "model.lora.alpha": 2 * options.lora}
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [
-            "--nproc-per-node",
-            "1",
-            "-m",
-            "umbra.trainer.sft" if is_sft else "umbra.trainer",
-        ]
-        command += [str(RECIPE / ("worked.toml" if is_sft else f"{options.task}.toml"))]
-        command += [*(f"{key}={value}" for key, value in settings.items()), *options.settings]
+        program = "umbra.trainer.sft" if is_sft else "umbra.trainer"
+        config = RECIPE / ("worked.toml" if is_sft else f"{options.task}.toml")
+        given = [*(f"{key}={value}" for key, value in settings.items()), *options.settings]
+        command = torchrun("-m", program, str(config), *given)
         if options.kill_at:
-            run_job(command, run_dir, deadline, kill_at=options.kill_at)
-        status = run_job(command, run_dir, deadline)
-        for row in read_metrics(run_dir):
+            run_job(command, metrics, deadline, kill_at=options.kill_at)
+        status = run_job(command, metrics, deadline)
+        for row in read_metrics(metrics):
             named = {NAMES[name]: value for name, value in row.items() if name in NAMES}
             write({"step": row["step"], "time_s": row["time"] - STARTED} | named)
         end: dict[str, Any] = {"status": status, "train_s": time.time() - STARTED}
         if (run_dir / "export").exists():
-            end["final_accuracy"] = final_accuracy(run_dir / "export", options)
+            auto: Any = AutoModelForCausalLM
+            model = auto.from_pretrained(run_dir / "export", dtype=torch.float32)
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            end["final_accuracy"] = accuracy_of(model.to(device), options)
             if is_sft:
                 shutil.move(run_dir / "export", options.metrics.with_suffix(".model"))
         write(end | {"wall_s": time.time() - STARTED})
     return status
 
 
-def run_job(command: list[str], run_dir: Path, deadline: float, kill_at: int = 0) -> int:
-    """The job's status; ends it by SIGTERM when the time is over, or by SIGKILL after a step."""
+def run_job(command: list[str], metrics: Path, deadline: float, kill_at: int = 0) -> int:
+    """The job's status; ends it by SIGTERM when the time is over, by SIGKILL after a step."""
     with subprocess.Popen(command, start_new_session=True) as job:
         while job.poll() is None and time.time() < deadline:
-            if kill_at and any(row["step"] >= kill_at for row in read_metrics(run_dir)):
+            if kill_at and metrics.exists() and metrics.read_bytes().count(b"\n") > kill_at:
                 os.killpg(job.pid, signal.SIGKILL)
             time.sleep(0.2)
         if job.poll() is None:
@@ -187,12 +183,6 @@ def run_job(command: list[str], run_dir: Path, deadline: float, kill_at: int = 0
         if job.poll() is None:
             os.killpg(job.pid, signal.SIGKILL)
         return job.wait()
-
-
-def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    path = run_dir / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]  # one may be half written
 
 
 def run_trl(options: argparse.Namespace, write: Callable[[dict[str, Any]], None]) -> int:
@@ -325,14 +315,6 @@ def reward_of(options: argparse.Namespace) -> Callable[..., list[float]]:
     module, _, function = recipe_of(options)["reward"]["function"].partition(":")
     found: Callable[..., list[float]] = runpy.run_path(str(RECIPE / f"{module}.py"))[function]
     return found
-
-
-def final_accuracy(folder: Path, options: argparse.Namespace) -> float:
-    from transformers import AutoModelForCausalLM
-
-    auto: Any = AutoModelForCausalLM
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return accuracy_of(auto.from_pretrained(folder, dtype=torch.float32).to(device), options)
 
 
 def accuracy_of(model: Any, options: argparse.Namespace) -> float:

@@ -20,12 +20,11 @@ import tempfile
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from bench_report import describe_hardware, median_of, options_parser, positive, progress
+from bench_report import describe, median_of, options_parser, positive, progress
 from torch import Tensor
 
 from umbra.runtime.pools.pool_spec import PoolSpec
@@ -53,8 +52,7 @@ def main() -> int:
         pools = _measure(Path(folder), given.megabytes * 10**6, given.changed, given.rounds)
     result: dict[str, Any] = {
         "bench": "node_weights",
-        "hardware": describe_hardware(),
-        "versions": {"torch": version("torch")},
+        **describe("torch"),
         "rounds": given.rounds,
         **pools,
         "changed_share": given.changed,

@@ -8,40 +8,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-_HEADS_OF_128 = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+          "num_key_value_heads", "head_dim", "vocab_size")  # fmt: skip
+_TABLE = {
+    "tiny": (64, 128, 2, 4, 2, 32, 512),
+    "135M": (576, 1536, 30, 9, 3, 64, 49152),  # SmolLM2's sizes
+    "0.6B": (1024, 3072, 28, 16, 8, 128, 151936),
+    "8B": (4096, 12288, 36, 32, 8, 128, 151936),
+}
 SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "vocab_size": 512,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-    },
-    "135M": {  # SmolLM2's sizes
-        "vocab_size": 49152,
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "head_dim": 64,
-    },
-    "0.6B": {
-        **_HEADS_OF_128,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-    },
-    "8B": {
-        **_HEADS_OF_128,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-    },
+    name: dict(zip(_SIZES, sizes, strict=True)) for name, sizes in _TABLE.items()
 }
 
 
@@ -59,23 +35,26 @@ def qwen3_config(shape: dict[str, Any], **settings: Any) -> Any:
     )
 
 
-def save_model(folder: Path, shape: dict[str, Any], dtype: str, **settings: Any) -> Any:
-    """Writes a model with weights from a seed, made on a GPU if there is one; returns it."""
+def make_model(shape: dict[str, Any], device: Any, **settings: Any) -> Any:
+    """A model with weights from a seed."""
     import torch
     from transformers import Qwen3ForCausalLM
 
     torch.manual_seed(0)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model: Any = Qwen3ForCausalLM(qwen3_config(shape, **settings))
+    with torch.device(device):
+        return Qwen3ForCausalLM(qwen3_config(shape, **settings))
+
+
+def save_model(folder: Path, shape: dict[str, Any], dtype: str, **settings: Any) -> Any:
+    """Writes a model, made on a GPU if there is one; returns it."""
+    import torch
+
+    model = make_model(shape, "cuda" if torch.cuda.is_available() else "cpu", **settings)
     model.to(getattr(torch, dtype)).cpu().save_pretrained(folder)
     return model
 
 
 def parameter_shapes(shape: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """The shape of each parameter, by its name in a checkpoint."""
-    import torch
-    from transformers import Qwen3ForCausalLM
-
-    with torch.device("meta"):
-        model: Any = Qwen3ForCausalLM(qwen3_config(shape))
+    model = make_model(shape, "meta")
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

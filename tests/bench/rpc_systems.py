@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -28,8 +27,6 @@ PAYLOAD: Final = b"x" * 100
 TIMEOUT_S: Final = 20.0
 NUM_WARM_UP_CALLS: Final = 200
 MIN_CALLS: Final = 100
-TRIAL_SHARE: Final = 0.2
-"""Share of the time that each way of calling is tried for, before the best one is measured."""
 
 
 class Echo:
@@ -40,9 +37,6 @@ class Echo:
 
     async def echo_async(self, value: bytes) -> bytes:
         return value
-
-    def pid(self) -> int:
-        return os.getpid()
 
 
 async def measure_calls(call: Call, batches: dict[str, Batch], duration_s: float) -> dict[str, Any]:
@@ -56,13 +50,12 @@ async def measure_calls(call: Call, batches: dict[str, Batch], duration_s: float
         await call()
         taken_s.append(time.perf_counter() - before)
     taken_s.sort()
-    rates = {name: await rate(batch, duration_s * TRIAL_SHARE) for name, batch in batches.items()}
-    best = max(rates, key=lambda name: rates[name])
+    rates = {await rate(batch, duration_s): name for name, batch in batches.items()}
     return {
         "p50_us": round(taken_s[len(taken_s) // 2] * 1e6, 1),
         "p99_us": round(taken_s[len(taken_s) * 99 // 100] * 1e6, 1),
-        "calls_per_s": round(await rate(batches[best], duration_s)),
-        "idiom": best,
+        "calls_per_s": round(max(rates)),
+        "idiom": rates[max(rates)],
     }
 
 
@@ -88,18 +81,6 @@ def ways_of(call: Call, *widths: int) -> dict[str, Batch]:
         return batch
 
     return {f"{width} tasks of {num}": of(width, num) for width in widths for num in (1, 20)}
-
-
-def resident_mb(without: set[int]) -> float:
-    """Memory of all processes below this one, in 10^6 bytes."""
-    pids, total_nbytes = [os.getpid()], 0
-    for pid in pids:  # grows meanwhile
-        for task in Path(f"/proc/{pid}/task").glob("*/children"):
-            pids += map(int, task.read_text().split())
-    for pid in set(pids[1:]) - without:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-        total_nbytes += pages * os.sysconf("SC_PAGE_SIZE")
-    return round(total_nbytes / 1e6, 1)
 
 
 def first_call(exec_at: float, began: float) -> dict[str, float]:
@@ -128,18 +109,14 @@ async def measure_umbra(exec_at: float, duration_s: float) -> dict[str, Any]:
             actor.call("echo", PAYLOAD, timeout_s=TIMEOUT_S)
             facts = {"version": umbra_version(), "ready_s": ready_s}
             facts |= first_call(exec_at, began)
-            facts["resident_mb"] = resident_mb({actor.call("pid", timeout_s=TIMEOUT_S)})
             if duration_s:
                 async with Client(actor.ref.node_id) as client:
                     handle = client.handle(actor.ref)
-                    for prefix, method in (("", "echo"), ("async_", "echo_async")):
 
-                        async def call(method: str = method) -> Any:
-                            return await handle.call(method, PAYLOAD, timeout_s=TIMEOUT_S)
+                    async def call() -> Any:
+                        return await handle.call("echo", PAYLOAD, timeout_s=TIMEOUT_S)
 
-                        ways = ways_of(call, 256, 1000)
-                        found = await measure_calls(call, ways, duration_s)
-                        facts |= {f"{prefix}{name}": value for name, value in found.items()}
+                    facts |= await measure_calls(call, ways_of(call, 256, 1000), duration_s)
     return facts
 
 
@@ -228,7 +205,6 @@ async def measure_ray(exec_at: float, duration_s: float) -> dict[str, Any]:
         await call()
         facts = {"version": ray.__version__, "ready_s": ready_s}
         facts |= first_call(exec_at, began)
-        facts["resident_mb"] = resident_mb({ray.get(actor.pid.remote(), timeout=TIMEOUT_S)})
         if duration_s:
             ways = ways_of(call_asyncio, 500) | {"ray.get of 1000": get_1000}
             facts |= await measure_calls(call, ways, duration_s)

@@ -17,7 +17,6 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import re
 import shutil
 import signal
@@ -32,7 +31,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
-from bench_report import describe_hardware, positive
+from bench_report import describe, positive
 
 _FIRST_STEPS: Final = 100
 _CHECKPOINT_STEPS: Final = 50
@@ -89,12 +88,12 @@ class Soak:
         for name in ("manager_resident", "step_cpu"):
             unit = "mb" if "resident" in name else "ms"
             last[f"{name}_growth"] = last[f"{name}_{unit}"] / first[f"{name}_{unit}"]
-        states = self._states()
+        output = self._measure([*_UMBRA, "ledger", str(self._run_dir), "--json"])[2]
+        states = json.loads(output)["states"]
         num_missing = self._steps * self._samples - states["trained"] - states["leased"]
         checkpoint = self._checkpoints[-2]
-        last |= self._recover("resume", checkpoint) | {
-            "resume_steps_back": self._steps - checkpoint[0]
-        }
+        last["resume_steps_back"] = self._steps - checkpoint[0]
+        last |= self._recover("resume", checkpoint)
         return found, num_missing
 
     def _write(self, length: int) -> Facts:
@@ -138,12 +137,9 @@ class Soak:
     def _manager(self, checkpoint: list[Any] | None, last_step: int = -1) -> Generator[Any]:
         """The lines that it prints; it is killed on exit."""
         restored = "" if checkpoint is None else json.dumps(checkpoint)
-        program = str(Path(__file__).with_name("soak_manager.py"))
         options = [*self._sizes, str(last_step), self._ledger_gb, restored, str(os.getpid())]
-        argv = [program, str(self._run_dir), *options]
-        with subprocess.Popen(
-            [sys.executable, *argv], stdout=subprocess.PIPE, text=True
-        ) as process:
+        command = [sys.executable, str(_FOLDER / "soak_manager.py"), str(self._run_dir), *options]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             try:
                 yield process.stdout
             finally:
@@ -176,15 +172,13 @@ class Soak:
         began = time.perf_counter()
         with _serving(self._run_dir) as (pid, address):
             for path in ("state", "metrics?from=0", "events?from=0", f"samples?step={length}"):
-                _ask(address, f"/api/{path}")
+                url = f"http://{address}/api/{path}"
+                with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as response:
+                    json.loads(response.read())  # when the whole answer is there
             took_s = time.perf_counter() - began
             status = Path(f"/proc/{pid}/status").read_text()
         peak_kib = int(status.partition("VmHWM:")[2].split()[0])
         return {"dash_s": took_s, "dash_mb": peak_kib * 1024 / 1e6}
-
-    def _states(self) -> dict[str, int]:
-        output = self._measure([*_UMBRA, "ledger", str(self._run_dir), "--json"])[2]
-        return json.loads(output)["states"]
 
     def _measure(self, words: list[str]) -> tuple[float, float, bytes]:
         """Seconds, peak memory in MB, and output of a Python program that must succeed."""
@@ -214,12 +208,6 @@ def _serving(run_dir: Path) -> Generator[tuple[int, str]]:
             process.send_signal(signal.SIGINT)
 
 
-def _ask(address: str, path: str) -> None:
-    """Returns when the whole answer is there."""
-    with urllib.request.urlopen(f"http://{address}{path}", timeout=_TIMEOUT_S) as response:
-        json.loads(response.read())
-
-
 def missed(facts: Mapping[str, Facts]) -> list[str]:
     return [
         f"{name} after {length}: {row[name]:.2f}, to reach {most:g}"
@@ -235,18 +223,14 @@ def main() -> int:
     parser.add_argument("--samples", type=positive, default=512, help="of a step; a multiple of 8")
     parser.add_argument("--tokens", type=positive, default=512, help="of a sample")
     parser.add_argument("--run-tokens", type=positive, default=2, help="of a sample at each tick")
-    parser.add_argument(
-        "--ledger-gb", type=float, default=8.0, help="rollout.ledger_gb (default: its default)"
-    )
-    parser.add_argument(
-        "--folder", help="the run directory is made there (default: as TMPDIR says)"
-    )
+    parser.add_argument("--ledger-gb", type=float, default=8.0, help="rollout.ledger_gb")
+    parser.add_argument("--folder", help="of the run directory (default: as TMPDIR says)")
     arguments = parser.parse_args()
     if arguments.samples % 8 or arguments.steps < 8:
         parser.error("--samples must be a multiple of 8, and --steps at least 8")
     # Raises, so that the run directory is removed.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    hardware = describe_hardware()
+    described = describe()
     with tempfile.TemporaryDirectory(prefix="umbra-soak-", dir=arguments.folder) as run_dir:
         facts, num_missing = Soak(Path(run_dir), arguments).run()
         free_mb = shutil.disk_usage(run_dir).free / 1e6
@@ -255,8 +239,6 @@ def main() -> int:
         misses.append(f"{num_missing} samples of trained steps are not in the ledger")
     result = {
         "bench": "soak",
-        "hardware": hardware,
-        "versions": {"python": platform.python_version()},
         "rounds": 1,
         **facts,
         "at most": dict(_TARGETS),
@@ -264,6 +246,7 @@ def main() -> int:
         f"{arguments.run_tokens}, rollout.ledger_gb = {arguments.ledger_gb:g}",
         "disk_free_mb": free_mb,
         "missed": misses,
+        **described,
     }
     print(json.dumps(result, indent=2))
     return 1 if misses else 0

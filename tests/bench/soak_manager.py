@@ -33,7 +33,7 @@ from umbra.runtime.rollout.dispatch.trajectory import Group, Trajectory
 from umbra.runtime.rollout.ledger.ledger_events import Restored
 from umbra.runtime.rollout.ledger.ledger_history import ledger_folder
 from umbra.runtime.rollout.ledger.recorder import Recorder
-from umbra.runtime.rollout.manager.group_recovery import Recovered, recover_groups
+from umbra.runtime.rollout.manager.group_recovery import recover_groups
 from umbra.runtime.rollout.prompts import Prompt
 
 NUM_PROMPTS: Final = 10_000
@@ -68,13 +68,10 @@ class SoakManager:
         await self._recorder.durable()
         self._step = state.steps_done
         self._next_idx = recovered.next_idx or 0
-        self._drop_unfinished(recovered)
-        return sum(map(len, (recovered.open, recovered.ready, *recovered.leases.values())))
-
-    def _drop_unfinished(self, recovered: Recovered) -> None:
-        """The groups of a killed manager's step, which is written from its beginning again."""
+        # A killed manager's step is written from its beginning again.
         for group in [*recovered.open.values(), *recovered.ready.values()]:
             self._recorder.dropped(group, "the manager was killed")
+        return sum(map(len, (recovered.open, recovered.ready, *recovered.leases.values())))
 
     async def write_step(self) -> None:
         recorder, groups = self._recorder, list[Group]()

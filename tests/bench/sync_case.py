@@ -1,32 +1,46 @@
-"""A case of the weights benchmark in which a pool with a real engine gets weights from ranks."""
+"""A case of the weights benchmark: `torchrun ... sync_case.py CASE FOLDER` is one of its ranks.
+
+Rank 0 starts the pool, and all ranks publish their shards. Rank 0's measurements go to
+FOLDER/facts.json, and the trace of all processes to FOLDER/run.
+"""
+
+# pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal
 
-from qwen3_shapes import SHAPES, qwen3_config
+import torch
+from bench_report import BenchError, progress
+from qwen3_shapes import SHAPES, parameter_shapes, qwen3_config
+from torch.distributed.tensor import DTensor, Shard
 
 from umbra.runtime.actor.actor_spec import RestartPolicy
+from umbra.runtime.cluster.environment import TorchrunEnvironment
 from umbra.runtime.cluster.placement import EngineGpus
 from umbra.runtime.engine_api.engine_names import engine_kind
 from umbra.runtime.pools.pool_spec import PoolSpec
-
-Mode = Literal["hybrid", "standalone"]
+from umbra.runtime.session.launch import SessionConfig
+from umbra.runtime.session.session import Session
+from umbra.runtime.session.weight_publisher import WeightPublisher
+from umbra.runtime.tracing.spans import span
+from umbra.runtime.weights.shards import wire_manifest
+from umbra.trainer.world.mesh import Mesh, barrier, from_lead, usable_gpus
 
 POOL: Final = "policy"
 ENGINE: Final = f"{POOL}-0"
-ENGINE_DTYPE: Final = "bfloat16"
-PROMPT_LEN: Final = 32
-NEVER: Final = 1 << 30
-_CONTEXT_LENS: Final[Mapping[Mode, int]] = {"hybrid": 512, "standalone": 2048}
-# A hybrid engine generates nothing here, and an 8B's float32 parameters leave it little memory.
+_ENGINE_DTYPE: Final = "bfloat16"
+_NEVER: Final = 1 << 30
+_NUM_SEQS, _CONTEXT_LEN = 16, 512  # of an engine that generates nothing
 _START_TIMEOUT_S: Final = 300.0
-_TICK_MS: Final = 1.0
-# With ticks of 50 ms, a gap between tokens would be a multiple of that.
+_TIMEOUT_S: Final = 400.0
+# The other ranks wait for the engine's start.
 _LIBRARY_OPTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
     "vllm": {"enforce_eager": True},
     "sglang": {
@@ -36,8 +50,6 @@ _LIBRARY_OPTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
     },
 }
 # Both start in half the time without CUDA graphs, which weights do not go through.
-_GRAPHS_ALONE: Final[Mapping[str, Any]] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-# vLLM's compilation_config of an engine that generates. torch.compile would take a minute.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,117 +58,125 @@ class SyncCase:
 
     Attributes:
         dtype: of the ranks' tensors. Engines have bfloat16.
-        mode: hybrid on the ranks' GPUs, over which a library's engine is tensor-parallel, or
-            standalone on the GPU after theirs.
         num_syncs: syncs after the first one.
-        has_checksums: every second sync compares checksums.
-        is_staged: `pool.staged_updates`.
+        has_checksums: syncs of odd versions compare checksums.
     """
 
     shape: str
     dtype: str
     device: Literal["cpu", "cuda"]
     engine: str
-    mode: Mode
     transport: Literal["memfd", "cuda_ipc"] | None
     num_ranks: int
-    num_requests: int
     num_syncs: int
     has_checksums: bool
-    is_staged: bool
-
-    @property
-    def title(self) -> str:
-        ranks = "" if self.num_ranks == 1 else f" on {self.num_ranks} ranks"
-        size = self.tensor_parallel_size
-        engine = self.engine if size == 1 else f"{self.engine} of tensor parallel {size}"
-        parts = [self.shape, f"{self.dtype}{ranks}", f"to {engine}", self.chosen_transport]
-        if self.num_running:
-            parts.append(f"standalone with {self.num_running} requests")
-        if self.has_checksums:
-            parts.append("with and without checksums")
-        if self.is_staged:
-            parts.append("staged")
-        return ", ".join(parts)
-
-    @property
-    def tensor_parallel_size(self) -> int:
-        can_be_parallel = bool(engine_kind(self.engine).parallel_option)
-        return self.num_ranks if self.mode == "hybrid" and can_be_parallel else 1
-
-    @property
-    def chosen_transport(self) -> Literal["memfd", "cuda_ipc"]:
-        return self.transport or ("cuda_ipc" if self.device == "cuda" else "memfd")
-
-    @property
-    def num_running(self) -> int:
-        """Requests that the engine always works on."""
-        return self.num_requests if self.mode == "standalone" else 0
-
-    @property
-    def context_len(self) -> int:
-        return _CONTEXT_LENS[self.mode]
-
-    @property
-    def num_gpus(self) -> int:
-        if self.device == "cpu":
-            return 0
-        return self.num_ranks if self.mode == "hybrid" else self.num_ranks + 1
-
-    def is_checked(self, version: int) -> bool:
-        """Whether the sync of a version, counted from 1, is with checksums."""
-        return version == 1 or (self.has_checksums and version % 2 == 1)
 
     def pool_spec(self, model_path: Path, gpus: Sequence[str]) -> PoolSpec:
         """
         Args:
-            gpus: of the case, as CUDA_VISIBLE_DEVICES names them; those of the ranks first.
+            gpus: of the ranks, as CUDA_VISIBLE_DEVICES names them. A library's engine is
+                tensor-parallel over them.
         """
-        size = self.tensor_parallel_size
         kind = engine_kind(self.engine)
         options = dict(_LIBRARY_OPTIONS.get(self.engine, {}))
+        size = self.num_ranks if kind.parallel_option else 1
         if size > 1:
             options[kind.parallel_option] = size
-        num_seqs = max(16, self.num_running)
-        if self.engine == "vllm" and self.mode == "standalone" and self.device == "cuda":
-            sizes = {"cudagraph_capture_sizes": [num_seqs]}
-            options = {"compilation_config": {**_GRAPHS_ALONE, **sizes}}
-        first = 0 if self.mode == "hybrid" else self.num_ranks
-        own = tuple(gpus[first : first + size])
-        others = tuple(gpu for gpu in gpus if gpu not in own)
+        own, others = tuple(gpus[:size]), tuple(gpus[size:])
         return PoolSpec(
             name=POOL,
             engine=self.engine,
             count=1,
             num_gpus=len(own),
-            mode=self.mode,
-            transport=self.chosen_transport,
-            on_update="keep" if self.mode == "standalone" else "abort",
-            verify_every=2 if self.has_checksums else NEVER,
-            staged_updates=self.is_staged,
+            transport=self.transport or ("cuda_ipc" if self.device == "cuda" else "memfd"),
+            on_update="abort",
+            verify_every=2 if self.has_checksums else _NEVER,
             restart=RestartPolicy(mode="never"),
             start_timeout_s=_START_TIMEOUT_S,
             engine_gpus=(EngineGpus(own=own, others=others),) if gpus else None,
             kwargs={
                 "model_path": str(model_path),
-                "dtype": ENGINE_DTYPE,
+                "dtype": _ENGINE_DTYPE,
                 "device": self.device,
-                "max_num_seqs": num_seqs,
-                "max_context_len": self.context_len,
-                "kv_cache_num_tokens": num_seqs * self.context_len,
-                "tick_ms": _TICK_MS,
+                "max_num_seqs": _NUM_SEQS,
+                "max_context_len": _CONTEXT_LEN,
+                "kv_cache_num_tokens": _NUM_SEQS * _CONTEXT_LEN,
                 **kind.arguments(options),
             },
         )
 
-    def write_model(self, folder: Path) -> Path:
-        """A model directory with a configuration alone, which is all that engines read."""
-        qwen3_config(SHAPES[self.shape]).save_pretrained(folder)
-        return folder
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
+def main() -> None:
+    case, folder = SyncCase(**json.loads(sys.argv[1])), Path(sys.argv[2])
+    environment = TorchrunEnvironment.read()
+    config = SessionConfig(run_dir=folder / "run", trace=True)
+    with (
+        Session.from_torchrun(config) as session,
+        Mesh.join(environment, case.device, _TIMEOUT_S) as world,
+    ):
+        rank = _Rank(case, folder, session, world)
+        nbytes = rank.measure()
+    if environment.rank == 0:
+        progress("the engine has ended")
+        (folder / "facts.json").write_text(json.dumps({"nbytes": nbytes, "syncs": rank.syncs}))
 
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        return cls(**json.loads(text))
+
+class _Rank:
+    """
+    Attributes:
+        syncs: the report of each version, from 1 on, and its `publish_s`.
+    """
+
+    def __init__(self, case: SyncCase, folder: Path, session: Session, world: Mesh) -> None:
+        self._case = case
+        self._folder = folder
+        self._session = session
+        self._world = world
+        self._gpus = usable_gpus()[: case.num_ranks] if case.device == "cuda" else ()
+        self.syncs: list[dict[str, Any]] = []
+
+    def measure(self) -> int:
+        """The bytes of the weights."""
+        from_lead(self._world, self._start_pool)  # first, as it needs most of a GPU's memory
+        tensors = sharded_tensors(self._case, self._world)
+        manifest = wire_manifest(tensors, getattr(torch, _ENGINE_DTYPE))
+        with closing(WeightPublisher(self._session, tensors, manifest)) as publisher:
+            self._publish(publisher, 1)
+            for version in range(2, 2 + self._case.num_syncs):
+                from_lead(self._world, self._session.pool(POOL).sleep)
+                self._publish(publisher, version)
+        return publisher.manifest.payload_nbytes
+
+    def _start_pool(self) -> None:
+        model = self._folder / "model"
+        qwen3_config(SHAPES[self._case.shape]).save_pretrained(model)  # all that engines read
+        progress("the ranks have met, the engine starts")
+        self._session.create_pool(self._case.pool_spec(model, self._gpus))
+        progress("the engine has started")
+
+    def _publish(self, publisher: WeightPublisher, version: int) -> None:
+        barrier()
+        with span("sync", version=version) as sync:
+            report = publisher.publish(POOL, version, _TIMEOUT_S)
+        if report.failed:
+            raise BenchError(f"version {version}: {report.failed}")
+        if self._world.is_lead:
+            progress(f"sync {version} of {1 + self._case.num_syncs}: {sync.seconds:.3f} s")
+        self.syncs.append(asdict(report) | {"publish_s": sync.seconds})
+
+
+def sharded_tensors(case: SyncCase, world: Mesh) -> dict[str, DTensor]:
+    """Parameters, sharded over the ranks as by FSDP2. Norms are 1, all others random."""
+    tensors: dict[str, DTensor] = {}
+    dtype = getattr(torch, case.dtype)
+    for name, (num_rows, *sizes) in parameter_shapes(SHAPES[case.shape]).items():
+        shape = (num_rows // world.world_size, *sizes)
+        local = torch.ones(shape, dtype=dtype, device=world.device)
+        if sizes:
+            local.normal_(std=0.02)
+        tensors[name] = DTensor.from_local(local, world.fsdp, [Shard(0)], run_check=False)
+    return tensors
+
+
+if __name__ == "__main__":
+    main()

@@ -31,6 +31,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final
 
+from bench_report import torchrun
 from qwen3_shapes import SHAPES, save_model
 
 from umbra.runtime.testing.factories import make_tiny_model
@@ -46,6 +47,12 @@ rollout = {{groups_per_step = 16, group_size = 8, max_new_tokens = 256}}
 pool = {{max_context_len = 1024, max_num_seqs = 128}}
 train = {{steps = {}, learning_rate = 1e-6, export = false}}
 """
+REWARD: Final = """
+import random
+
+def reward(prompts, completions, **columns):
+    return [random.random() for _ in completions]
+"""
 FIRST_STEP: Final = 3
 MEASURED: Final = (
     "time/", "memory/", "sync/", "rollout/tokens_per_s", "rollout/refilled_tokens",
@@ -59,11 +66,6 @@ def write_model(folder: Path, shape: dict[str, Any]) -> None:
     folder.mkdir(parents=True)
     AutoTokenizer.from_pretrained(make_tiny_model(folder.parent)).save_pretrained(folder)
     save_model(folder, shape, "bfloat16", eos_token_id=1, pad_token_id=0, bos_token_id=None)
-
-
-def write_prompts(path: Path) -> None:
-    questions = (f"Question {i}: how much is {i} times {i * 7 % 13}? " for i in range(512))
-    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in questions))
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
@@ -125,18 +127,16 @@ def run(options: argparse.Namespace, folder: Path) -> int:
         writer = get_context("spawn").Process(target=write_model, args=arguments)
         writer.start()
         writer.join()
-        if writer.exitcode != 0:
-            return 1
-        write_prompts(prompts)
+        rows = ({"prompt": f"Question {i}: how much is {i} times 7? "} for i in range(512))
+        prompts.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     run_dir = folder / f"run-{time.strftime('%H%M%S')}"
     config = folder / "config.toml"
-    config.write_text(CONFIG.format(run_dir, model, prompts, Path(__file__).parent, options.steps))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(options.ranks), "-m", "umbra.trainer", str(config)]
+    config.write_text(CONFIG.format(run_dir, model, prompts, folder, options.steps))
+    (folder / "random_reward.py").write_text(REWARD)
+    program = ("-m", "umbra.trainer", str(config), *options.settings)
+    command = torchrun(*program, num_ranks=options.ranks)
     metrics = run_dir / "metrics.jsonl"
-    with subprocess.Popen(
-        [*command, *options.settings], env=dict(os.environ, PYTHONUNBUFFERED="1")
-    ) as job:
+    with subprocess.Popen(command, env=dict(os.environ, PYTHONUNBUFFERED="1")) as job:
         if options.kill:
             while job.poll() is None and num_steps(metrics) < options.steps // 4:
                 time.sleep(0.1)

@@ -29,7 +29,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 import torch.multiprocessing as mp
-from bench_report import BenchError, options_parser
+from bench_report import BenchError, median_of, options_parser
 from qwen3_shapes import SHAPES, parameter_shapes
 from torch import Tensor
 
@@ -55,6 +55,10 @@ class Part(NamedTuple):
     dtype: torch.dtype
     offset: int
 
+    def view(self, bucket: Tensor) -> Tensor:
+        nbytes = self.shape.numel() * self.dtype.itemsize
+        return bucket[self.offset : self.offset + nbytes].view(self.dtype).view(self.shape)
+
 
 def main() -> int:
     parser = options_parser(__doc__)
@@ -62,12 +66,9 @@ def main() -> int:
     parser.add_argument("--device", choices=list(_BUCKETS_MIB), default="cuda")
     parser.add_argument("--bucket-mib", type=float, help="default: 2048, on the cpu 16")
     given = parser.parse_args()
-    if given.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: this machine has no usable CUDA device")
     bucket_nbytes = int((given.bucket_mib or _BUCKETS_MIB[given.device]) * 2**20)
     rows = [measure(given.shape, bucket_nbytes, given.device) for _ in range(given.rounds)]
-    facts = {key: round(statistics.median(row[key] for row in rows), 5) for key in rows[0]}
-    print(json.dumps(facts))
+    print(json.dumps(median_of(rows, digits=5)))
     return 0
 
 
@@ -88,7 +89,7 @@ def measure(shape_name: str, bucket_nbytes: int, device: str) -> dict[str, float
         _ask(pipe, (shape_name, device))
         verl_s = [_timed_sync(pipe, tensors, bucket_nbytes, device)]
         for _ in range(_SYNCS_A_ROUND):
-            copy_s.append(timed_copy(nbytes, device, device))
+            copy_s.append(_timed_copy(nbytes, device))
             verl_s.append(_timed_sync(pipe, tensors, bucket_nbytes, device))
     finally:
         pipe.close()
@@ -102,16 +103,14 @@ def measure(shape_name: str, bucket_nbytes: int, device: str) -> dict[str, float
     }
 
 
-def timed_copy(nbytes: int, device: str, to_device: str) -> float:
+def _timed_copy(nbytes: int, device: str) -> float:
     """Seconds of one copy of so many contiguous bytes. Their memory is free afterwards."""
     source = torch.ones(nbytes, dtype=torch.uint8, device=device)
-    target = torch.zeros_like(source, device=to_device)
-    synchronize(device)
-    synchronize(to_device)
+    target = torch.zeros_like(source)
+    _synchronize(device)
     begun_at = time.perf_counter()
     target.copy_(source)
-    synchronize(device)
-    synchronize(to_device)
+    _synchronize(device)
     seconds = time.perf_counter() - begun_at
     del source, target
     _release(device)
@@ -120,18 +119,17 @@ def timed_copy(nbytes: int, device: str, to_device: str) -> float:
 
 def make_tensors(shape_name: str, device: str) -> dict[str, Tensor]:
     """A trainer's parameters, bfloat16. Each process of a device draws the same numbers."""
-    tensors: dict[str, Tensor] = {}
-    for idx, (name, shape) in enumerate(parameter_shapes(SHAPES[shape_name]).items()):
-        generator = torch.Generator(device).manual_seed(idx)
-        tensor = torch.empty(shape, dtype=torch.bfloat16, device=device)
-        tensors[name] = tensor.normal_(generator=generator)
-    return tensors
+    generator = torch.Generator(device).manual_seed(0)
+    return {
+        name: torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(generator=generator)
+        for name, shape in parameter_shapes(SHAPES[shape_name]).items()
+    }
 
 
 def _timed_sync(
     pipe: Connection, tensors: Mapping[str, Tensor], bucket_nbytes: int, device: str
 ) -> float:
-    synchronize(device)
+    _synchronize(device)
     begun_at = time.perf_counter()
     pipe.send("sync")
     _send(pipe, tensors, bucket_nbytes, device)
@@ -149,13 +147,13 @@ def _send(pipe: Connection, tensors: Mapping[str, Tensor], bucket_nbytes: int, d
     offset = 0
     for name, tensor in tensors.items():
         if parts and offset + tensor.nbytes > bucket_nbytes:
-            synchronize(device)
+            _synchronize(device)
             _ask(pipe, (parts, False))
             parts, offset = [], 0
         parts.append(Part(name, tensor.shape, tensor.dtype, offset))
-        _view(bucket, parts[-1]).copy_(tensor, non_blocking=True)
+        parts[-1].view(bucket).copy_(tensor, non_blocking=True)
         offset += tensor.nbytes
-    synchronize(device)
+    _synchronize(device)
     _ask(pipe, (parts, True))
     del bucket
     _release(device)
@@ -197,63 +195,51 @@ class _Receiver:
     def __init__(self, shape_name: str, device: str) -> None:
         self._shape_name = shape_name
         self._device = device
-        self._places: dict[str, tuple[str, int]] = {}  # parameter and its first row, by tensor
-        shapes: dict[str, list[int]] = {}
+        places: dict[str, tuple[str, int, int]] = {}  # parameter, first row and rows, by tensor
+        sizes: dict[str, list[int]] = {}
         for name, shape in parameter_shapes(SHAPES[shape_name]).items():
             parameter = name
             for part, fused in _FUSED.items():
                 parameter = parameter.replace(part, fused)
-            rows = shapes.setdefault(parameter, [0, *shape[1:]])
-            self._places[name] = parameter, rows[0]
-            rows[0] += shape[0]
-        self._parameters = {
-            name: torch.zeros(shape, dtype=torch.bfloat16, device=device)
-            for name, shape in shapes.items()
+            size = sizes.setdefault(parameter, [0, *shape[1:]])
+            places[name] = parameter, size[0], shape[0]
+            size[0] += shape[0]
+        made = {
+            name: torch.zeros(size, dtype=torch.bfloat16, device=device)
+            for name, size in sizes.items()
+        }
+        self._rows = {
+            name: made[parameter].narrow(0, first, num_rows)
+            for name, (parameter, first, num_rows) in places.items()
         }
 
     def sync(self, pipe: Connection) -> None:
         bucket: Tensor = pipe.recv()
         pipe.send(None)
-        while not self._load(bucket, pipe.recv()):
+        while not self._load(bucket, *pipe.recv()):
             pipe.send(None)
         pipe.send(None)
         del bucket
         _release(self._device)
 
-    def _load(self, bucket: Tensor, filled: tuple[Sequence[Part], bool]) -> bool:
-        """Whether it was the last one."""
-        parts, is_last = filled
+    def _load(self, bucket: Tensor, parts: Sequence[Part], is_last: bool) -> bool:
         for part in parts:
-            tensor = _view(bucket, part)
-            self._rows(part.name, len(tensor)).copy_(tensor, non_blocking=True)
-        synchronize(self._device)
+            self._rows[part.name].copy_(part.view(bucket), non_blocking=True)
+        _synchronize(self._device)
         return is_last
 
     def compare_and_clear(self) -> list[str]:
         """Names of the tensors that are not what the sender has."""
         expected = make_tensors(self._shape_name, self._device)
-        differing = [
-            name
-            for name, tensor in expected.items()
-            if not torch.equal(self._rows(name, len(tensor)), tensor)
-        ]
-        for parameter in self._parameters.values():
-            parameter.zero_()
+        differing = [name for name, rows in self._rows.items() if not rows.equal(expected[name])]
+        for rows in self._rows.values():
+            rows.zero_()
         del expected
         _release(self._device)
         return differing
 
-    def _rows(self, name: str, num_rows: int) -> Tensor:
-        parameter, first = self._places[name]
-        return self._parameters[parameter].narrow(0, first, num_rows)
 
-
-def _view(bucket: Tensor, part: Part) -> Tensor:
-    nbytes = part.shape.numel() * part.dtype.itemsize
-    return bucket[part.offset : part.offset + nbytes].view(part.dtype).view(part.shape)
-
-
-def synchronize(device: str) -> None:
+def _synchronize(device: str) -> None:
     if device != "cpu":
         torch.cuda.synchronize(device)
 

@@ -37,14 +37,12 @@ def test_rpc_measures_umbra_beside_zmq_and_reports_an_absent_peer_as_null(tmp_pa
     result = json.loads(ended.stdout)
     assert result["hardware"]["cores"] >= 1
     assert result["ray"] is None
-    assert "errors" not in result
     for system in ("umbra", "bare_zmq"):
         facts = result[system]
         assert 0 < facts["p50_us"] <= facts["p99_us"]
         assert facts["calls_per_s"] > 0
-        assert result["versions"][system]
+        assert facts["version"]
     assert 0 < result["umbra"]["ready_s"] < result["umbra"]["first_call_s"]
-    assert 10 < result["umbra"]["resident_mb"] < 500
 
 
 def test_verls_protocol_brings_the_same_weights_in_several_buckets(tmp_path: Path) -> None:
@@ -60,24 +58,17 @@ def test_verls_protocol_brings_the_same_weights_in_several_buckets(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("options", "title"),
-    [
-        (["--checksums"], "float32, to embedded, memfd, with and without checksums"),
-        (
-            ["--mode", "standalone", "--requests", "4", "--ranks", "2"],
-            "float32 on 2 ranks, to embedded, memfd, standalone with 4 requests",
-        ),
-    ],
-    ids=["hybrid", "standalone"],
+    "options",
+    [["--checksums"], ["--ranks", "2"]],
+    ids=["one rank", "two ranks"],
 )
 def test_the_parts_of_a_sync_to_a_pool_make_up_the_whole(
-    tmp_path: Path, options: list[str], title: str
+    tmp_path: Path, options: list[str]
 ) -> None:
     ended = run_script(tmp_path, "weights.py", "--shape", "tiny", "--syncs", "3", *options)
 
     assert ended.returncode == 0, ended.stderr
     result = json.loads(ended.stdout)
-    assert result["case"].startswith(f"tiny, {title}")
     assert result["nbytes"] == 263_040
     kinds = [result, *([result["checksums"]] if "checksums" in result else [])]
     assert [kind["num_syncs"] for kind in kinds] == ([2, 1] if "--checksums" in options else [3])
@@ -87,15 +78,10 @@ def test_the_parts_of_a_sync_to_a_pool_make_up_the_whole(
         assert min(kind["prepare_s"], kind["commit_s"], kind["resume_s"]) > 0
     assert result["verify_s"] == 0
     assert kinds[-1]["verify_s"] > 0 or "checksums" not in result
-    assert min(result["copy_s"], result["cast_copy_s"]) > 0
-    if "standalone" in options:
-        assert result["wake_s"] == 0 < result["pause_s"]
-        assert result["usual_token_gap_s"] < result["token_gap_s"] < 1
-        assert 0 < result["usual_token_gap_s"] <= result["longest_usual_token_gap_s"]
-    else:
-        assert min(result["wake_s"], result["wake_kv_cache_s"]) > 0
-        assert result["pause_s"] == 0  # it was asleep
-    assert bool(result["verl_s"]) == ("--checksums" in options)  # one rank, one engine on its GPU
+    assert min(result["wake_s"], result["wake_kv_cache_s"]) > 0
+    assert result["pause_s"] == 0  # it was asleep
+    has_peer = "--checksums" in options  # one rank, one engine on its GPU
+    assert [name in result for name in ("verl_s", "copy_s")] == [has_peer, has_peer]
 
 
 def test_only_the_changed_weights_cross_to_another_node(tmp_path: Path) -> None:
@@ -115,7 +101,9 @@ def test_a_killed_engine_is_replaced_within_a_measured_time(tmp_path: Path) -> N
     assert ended.returncode == 0, ended.stderr
     facts = json.loads(ended.stdout)
     assert 0 < facts["added_s"] == facts["added_max_s"] < facts["start_s"] + 10
-    assert facts["sync_s"] < facts["ready_to_token_s"]
+    assert facts["end_to_spawn_s"] + facts["ready_to_token_s"] == pytest.approx(
+        facts["added_s"], abs=0.01
+    )
 
 
 def test_a_small_soak_kills_resumes_and_reads_a_run_and_leaves_nothing(tmp_path: Path) -> None:
