@@ -54,7 +54,8 @@ class FunctionQueue:
             try:
                 value = function()
             except StopIteration as error:  # a future cannot carry it
-                result.set_exception(RuntimeError(f"raised StopIteration: {error}"))
+                other = RuntimeError(f"raised StopIteration: {error}")
+                result.set_exception(other.with_traceback(error.__traceback__))
             except BaseException as error:  # noqa: BLE001  for the caller, even a SystemExit
                 result.set_exception(error)
             else:

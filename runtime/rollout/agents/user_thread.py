@@ -124,7 +124,8 @@ class UserThread:
         def run() -> T:
             self._caller.call_soon_threadsafe(watch, limit_s, lambda: watch(_RESUMED_GRACE_S, hang))
             try:
-                return self._without_leftovers(function)
+                with _own_cancellations_raise():
+                    return self._without_leftovers(function)
             finally:
                 self._caller.call_soon_threadsafe(lambda: timers.pop().cancel())
 
@@ -222,6 +223,19 @@ class Broken(NamedTuple):
     reason: str
 
 
+@contextlib.contextmanager
+def _own_cancellations_raise(task: asyncio.Task[Any] | None = None) -> Generator[None]:
+    """Makes a CancelledError of user code, such as that of an inner task, an error like others,
+    unless `task` is cancelled: callers would take it for a cancellation of their own."""
+    try:
+        yield
+    except asyncio.CancelledError as error:
+        if task is not None and task.cancelling():
+            raise
+        text = "it awaited what its own code, or a library, had cancelled"
+        raise RuntimeError(text).with_traceback(error.__traceback__) from error
+
+
 def _whose(label: str | None) -> str:
     return f"user code for sample {label or 'unknown'}"
 
@@ -270,7 +284,8 @@ class GuardedLoop(asyncio.SelectorEventLoop):
         task.call = self._calls[task] = call = Call(label)
         CURRENT_CALL.set(call)
         try:
-            return await function()
+            with _own_cancellations_raise(task):
+                return await function()
         finally:
             call.label = None  # tasks left behind are no longer part of it
 

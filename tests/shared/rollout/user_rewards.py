@@ -99,6 +99,19 @@ def stops(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
     return [next(iter(list[float]()))]
 
 
+async def awaits_what_is_cancelled(
+    prompts: list[str], completions: list[str], **_: Any
+) -> list[float]:
+    answer = asyncio.get_running_loop().create_future()
+    answer.cancel()  # as by a client that another call has closed
+    await answer
+    return [1.0 for _ in completions]
+
+
+def runs_what_is_cancelled(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    return asyncio.run(awaits_what_is_cancelled(prompts, completions))
+
+
 def nan_for_the_last(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
     return [0.0] * (len(completions) - 1) + [math.nan]
 
