@@ -11,6 +11,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import BinaryIO, Final
 
+from umbra.runtime.errors import ConfigError
+
 _KNOWN: Final[Mapping[int, tuple[str, str]]] = {
     errno.ENOSPC: ("the disk is full", "free some space"),
     errno.EDQUOT: ("the disk quota is used up", "free some space"),
@@ -20,6 +22,7 @@ _KNOWN: Final[Mapping[int, tuple[str, str]]] = {
     errno.EPERM: ("not permitted", "change its owner or mode"),
     errno.ENOTDIR: ("a part of that path is a file, not a folder", "move that file away"),
     errno.EEXIST: ("a file of that name is in the way", "move that file away"),
+    errno.EISDIR: ("a folder of that name is in the way", "move that folder away"),
     errno.ENAMETOOLONG: ("the name is too long for the file system", "choose a shorter one"),
     errno.ESTALE: ("the file system went away under it", "mount it again"),
     errno.EMFILE: ("too many open files", "raise ulimit -n"),
@@ -45,6 +48,20 @@ def replacing(path: Path) -> Generator[BinaryIO]:
         scratch.replace(path)
     finally:
         scratch.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def writing_output(path: Path) -> Generator[None]:
+    """Makes the folder of the file or folder that a command's user named. Turns an OSError inside
+    the block into a ConfigError about `path`."""
+    try:
+        if not path.parent.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        remedy = "choose another name"
+        reason = explain(error, path, or_else=f", or {remedy}", otherwise=f": {remedy}")
+        raise ConfigError(f"cannot write {path}: {reason}") from error
 
 
 def scratch_path(path: Path) -> Path:

@@ -17,6 +17,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from umbra.runtime.disk import writing_output
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.tracing.spans import TraceEvent
 
@@ -215,16 +216,14 @@ def run(arguments: argparse.Namespace) -> int:
     run_dir, output = Path(arguments.run_dir), arguments.output
     if output and not output.endswith(_FORMATS):
         raise ConfigError(f"-o {output}: end the name with {' or '.join(_FORMATS)}")
-    try:
-        files = TraceFiles(run_dir)
-        events, name = files.events(), "all"
-        if arguments.steps:
-            first, last = arguments.steps
-            events = files.events(files.find_steps(first, last))
-            name = f"steps-{first}-{last}"
-        path = Path(output or run_dir / "trace" / f"{name}.json.gz")
+    files = TraceFiles(run_dir)
+    events, name = files.events(), "all"
+    if arguments.steps:
+        first, last = arguments.steps
+        events = files.events(files.find_steps(first, last))
+        name = f"steps-{first}-{last}"
+    path = Path(output or run_dir / "trace" / f"{name}.json.gz")
+    with writing_output(path):
         write_trace(path, trace_json(events))
-    except OSError as error:
-        raise ConfigError(f"cannot write a timeline of {run_dir}: {error}") from error
     print(f"{path}: open it at https://ui.perfetto.dev")
     return 0

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from umbra.runtime.dash.sample_texts import PROMPTS, open_ledger
-from umbra.runtime.disk import replacing
+from umbra.runtime.disk import replacing, writing_output
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.rollout.dispatch.trajectory import NOT_GENERATED
 from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not rows:
         reason = "; ".join(reasons) or "none has a reward that is high enough"
         raise ConfigError(f"{run_dir} has no sample for a data set: {reason}")
-    with replacing(out) as file:
+    with writing_output(out), replacing(out) as file:
         file.writelines(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
     print(
         f"{out}: {len(rows):,} samples, with rewards from {rows[0]['reward']:g} to "

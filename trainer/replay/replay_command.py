@@ -16,6 +16,7 @@ from pathlib import Path
 
 from umbra.runtime.cli.command_parsers import command_parsers
 from umbra.runtime.cluster.environment import TorchrunEnvironment, visible_gpus
+from umbra.runtime.disk import writing_output
 from umbra.runtime.errors import ConfigError, UmbraError
 from umbra.runtime.process.nvml import count_gpus
 from umbra.runtime.terminal_text import escape_unprintable
@@ -37,7 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
     command = ["-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(plan.num_ranks), "-m", _MODULE, *_own_arguments(plan)]
-    os.execv(sys.executable, [sys.executable, *command])
+    with writing_output(plan.config.run.dir):
+        os.execv(sys.executable, [sys.executable, *command])
 
 
 def main(argv: Sequence[str]) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from umbra.runtime.disk import explain
+from umbra.runtime.disk import writing_output
 from umbra.runtime.errors import ConfigError, DataError, how_to_install
 from umbra.runtime.reports.run_metrics import PANELS, REST
 from umbra.trainer.checkpoint.run_dir import RunDir
@@ -49,12 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
     if path.suffix not in _FORMATS:
         raise ConfigError(f"-o {path}: end the name with {', '.join(_FORMATS)}")
     rows = _read(run_dir)
-    try:
+    with writing_output(path):
         save_plot(rows, path, run_dir.path.absolute().name)
-    except OSError as error:
-        or_else = "choose another file with -o"
-        reason = explain(error, path, or_else=f", or {or_else}", otherwise=f": {or_else}")
-        raise ConfigError(f"cannot write {path}: {reason}") from error
     print(path)
     return 0
 

@@ -172,7 +172,7 @@ def test_whatever_else_is_written_names_its_file(mount_disk: MountDisk, tmp_path
     with pytest.raises(RunDirectoryError, match=f"cannot write to {disk}: {is_full(disk)}"):
         check_writable(disk)
     arguments = argparse.Namespace(run_dir=str(disk), output=str(disk / "drawn.svg"))
-    with pytest.raises(ConfigError, match=rf"drawn.svg: {is_full(disk)}, or choose another file"):
+    with pytest.raises(ConfigError, match=rf"drawn.svg: {is_full(disk)}, or choose another name"):
         metrics_plot.run(arguments)
     assert (disk / "kept.txt").read_text() == "old"
     assert not [path for path in disk.iterdir() if path.name.startswith(".")]

@@ -310,7 +310,7 @@ def dataset_rows(run: Run, data_format: str, *argv: str, **data: Any) -> list[di
         rollout={"skip_special_tokens": True},  # the tokenizer here has no end token
     )
     record_settings(config, {})
-    path = run.folder / "best.jsonl"
+    path = run.folder / "new" / "best.jsonl"
     assert main(["dataset", str(run.folder), "-o", str(path), *argv]) == 0
     return [json.loads(line) for line in path.read_text().splitlines()]
 

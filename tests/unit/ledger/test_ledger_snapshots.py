@@ -327,5 +327,5 @@ def test_a_snapshot_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     path = take_snapshot(history, None).path
     scratch_path(path).mkdir()
 
-    with pytest.raises(LedgerError, match=rf"cannot write {path}: Is a directory"):
+    with pytest.raises(LedgerError, match=rf"cannot write {path}: a folder of that name"):
         take_snapshot(history, None)

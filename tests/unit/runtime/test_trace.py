@@ -186,7 +186,7 @@ def test_a_file_of_the_command_is_what_its_name_says(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_file(tmp_path, "n.rank-0", header("rank-0"), steps(1, 2))
-    plain, compressed = tmp_path / "x.json", tmp_path / "x.json.gz"
+    plain, compressed = tmp_path / "new" / "x.json", tmp_path / "x.json.gz"
 
     assert main(["trace", str(tmp_path), "-o", str(plain)]) == 0
     assert main(["trace", str(tmp_path), "-o", str(compressed)]) == 0
@@ -194,3 +194,5 @@ def test_a_file_of_the_command_is_what_its_name_says(
 
     assert json.loads(plain.read_text())["traceEvents"] == read_timeline(compressed)
     assert "x.html: end the name with .json or .json.gz" in capsys.readouterr().err
+    assert main(["trace", str(tmp_path), "-o", str(plain / "x.json")]) == 2
+    assert f"cannot write {plain / 'x.json'}: a part of that path is a" in capsys.readouterr().err

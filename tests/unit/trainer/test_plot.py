@@ -99,8 +99,12 @@ def test_a_plot_that_cannot_be_drawn_is_an_error_with_its_cause(
     write_metrics(tmp_path)
     assert main(["plot", str(tmp_path), "-o", "x.bmp"]) == 2
     assert ".svg, .png, .pdf" in capsys.readouterr().err
-    assert main(["plot", str(tmp_path), "-o", str(tmp_path / "none/x.png")]) == 2
-    assert "No such file or directory: choose another file with -o" in capsys.readouterr().err
+    (tmp_path / "a.png").mkdir()
+    assert main(["plot", str(tmp_path), "-o", str(tmp_path / "a.png")]) == 2
+    assert f"cannot write {tmp_path / 'a.png'}: a folder of that name" in capsys.readouterr().err
+    below = tmp_path / "metrics.jsonl" / "x.png"
+    assert main(["plot", str(tmp_path), "-o", str(below)]) == 2
+    assert f"cannot write {below}: a part of that path is a file" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # as if it were not there
     assert main(["plot", str(tmp_path)]) == 2
     assert "pip install -e '.[plot]' in your clone" in capsys.readouterr().err
