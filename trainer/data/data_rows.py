@@ -121,16 +121,40 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     number = 0
     try:
         file = parquet.ParquetFile(path)
-        columns = file.schema_arrow.names
-        if len(set(columns)) < len(columns):
-            raise DataError(f"{path}: {_repeated(columns)}")
+        schema = file.schema_arrow
+        if len(set(schema.names)) < len(schema.names):
+            raise DataError(f"{path}: {_repeated(schema.names)}")
+        with_json = [(field.name, field.type) for field in schema if _has_json(field.type)]
         for batch in file.iter_batches(_BATCH_NUM_ROWS):
             for row in _python_rows(batch, path, number):
                 number += 1
                 plain = {name: _plain(value) for name, value in row.items()}
+                plain |= {name: _parsed(plain[name], kind) for name, kind in with_json}
                 yield f"{path}, row {number}", plain
     except (arrow.ArrowException, ValueError) as error:
         raise DataError(f"{path}: not a usable Parquet file: {error}") from None
+
+
+def _has_json(kind: Any) -> bool:
+    """Whether a column's type has a part of Arrow's type for JSON, in which the library `datasets`
+    writes objects of several schemas, such as tools and their calls."""
+    parts = (kind.field(idx).type for idx in range(kind.num_fields))
+    return getattr(kind, "extension_name", "") == "arrow.json" or any(map(_has_json, parts))
+
+
+def _parsed(value: Any, kind: Any) -> Any:
+    """A plain value of an Arrow type, in which JSON is what it stands for and not text."""
+    match value:
+        case dict():
+            fields = cast("dict[str, Any]", value).items()
+            of_map = getattr(kind, "item_type", None)
+            return {key: _parsed(part, of_map or kind.field(key).type) for key, part in fields}
+        case list():
+            return [_parsed(part, kind.value_type) for part in cast("list[Any]", value)]
+        case str() if _has_json(kind):
+            return json.loads(value, object_pairs_hook=_object)
+        case _:
+            return value
 
 
 def _plain(value: Any) -> Any:

@@ -19,6 +19,7 @@ from umbra.runtime.errors import DataError
 from umbra.runtime.rollout.prompts import PromptSet
 from umbra.runtime.text.model_tokenizer import ModelTokenizer
 from umbra.trainer.config.trainer_config import DataSection
+from umbra.trainer.data.data_rows import read_rows
 from umbra.trainer.data.prompt_preparation import PromptBudget, check_data, prepare_prompts
 
 BUDGET = PromptBudget(max_context_len=1000, max_new_tokens=8)
@@ -150,6 +151,35 @@ def test_columns_of_one_name_are_refused(tmp_path: Path) -> None:
 
     with pytest.raises(DataError, match=r"rows.parquet: 2 values are named 'prompt': keep one"):
         check_data(DataSection(train=tmp_path / "rows.parquet"))
+
+
+def test_json_of_a_parquet_file_is_what_it_stands_for(tmp_path: Path) -> None:
+    arrow, parquet = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))
+
+    def schema(text: Any) -> Any:
+        tool = arrow.struct({"name": arrow.string(), "parameters": text})
+        by_name = arrow.map_(arrow.string(), text)
+        columns = {"messages": arrow.list_(text), "tools": arrow.list_(tool), "by_name": by_name}
+        return arrow.schema(columns)
+
+    user, properties = {"role": "user", "content": "1"}, {"type": "object", "default": None}
+    rows = [
+        {"messages": ["null"], "tools": None, "by_name": None},
+        {
+            "messages": [json.dumps(user)],
+            "tools": [{"name": "{}", "parameters": json.dumps(properties)}, {"name": None}],
+            "by_name": [("a", "[1]")],
+        },
+    ]
+    path = tmp_path / "rows.parquet"
+    table = arrow.Table.from_pylist(rows, schema(arrow.string())).cast(schema(arrow.json_()))
+    parquet.write_table(table, path)
+
+    found = [row for _, row in read_rows(path)]
+
+    tools = [{"name": "{}", "parameters": properties}, {}]
+    assert found[0] == {"messages": [None], "tools": None, "by_name": None}
+    assert found[1] == {"messages": [user], "tools": tools, "by_name": {"a": [1]}}
 
 
 def test_text_of_a_parquet_file_that_is_none_is_named_with_its_row(
