@@ -10,9 +10,10 @@ from umbra.runtime.errors import DataError
 def normal_messages(
     messages: Sequence[object], *, continue_final_message: bool
 ) -> list[dict[str, Any]]:
-    """Messages of a chat without null keys, each content as one text, and the arguments of tool
-    calls as objects. The last message may be the assistant's only with `continue_final_message`.
-    Raises DataError if something is no message, or its content is not text."""
+    """Messages of a chat without null keys and empty lists of calls, each content as one text, and
+    the arguments of tool calls as objects. The last message may be the assistant's only with
+    `continue_final_message`. Raises DataError if something is no message, or its content is not
+    text."""
     if not messages:
         raise DataError("the chat has no messages")
     found = [_normal(message, number) for number, message in enumerate(messages, 1)]
@@ -35,6 +36,8 @@ def _normal(message: object, number: int) -> dict[str, Any]:
         raise DataError(f"message {number} is a {type(message).__name__}, not an object")
     given = cast("Mapping[str, Any]", message)
     found = {key: value for key, value in given.items() if value is not None}
+    if found.get("tool_calls") == []:  # some templates ask whether there is such a key
+        del found["tool_calls"]
     role = found.get("role")
     if not isinstance(role, str):
         raise DataError(f"message {number} has no role that is text; it has {sorted(found)}")
@@ -69,12 +72,13 @@ def _tool_call(call: Any, name: str) -> dict[str, Any]:
     function = named_function(call)
     if function is None:
         raise DataError(f"{name} names no function: it is {call!r:.80}")
-    arguments: object = function.get("arguments", {})
+    arguments: object = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments or "{}")
+            arguments = json.loads(arguments or "null")
         except (ValueError, RecursionError) as error:
             raise DataError(f"{name} has arguments that are not JSON: {error}") from None
+    arguments = {} if arguments is None else arguments
     if not isinstance(arguments, dict):
         raise DataError(f"{name} has arguments that are no object: {arguments!r:.80}")
     function["arguments"] = arguments

@@ -162,6 +162,20 @@ def test_calls_of_tools_are_learned_and_their_results_are_not(
     assert whole == f"{head}{call}{END}{result}It is 2.{END}"
 
 
+@pytest.mark.parametrize("arguments", [{}, None, "", "null"])
+def test_a_call_may_have_no_arguments_and_a_message_no_calls(
+    tmp_path: Path, arguments: object
+) -> None:
+    asks = "{% if message.tool_calls is defined and not message.tool_calls %}-{% endif %}"
+    tokenizer = tokenizer_of(tmp_path, TOOLS.replace("[{{ message.role }}]", asks))
+    messages = [{"tool_calls": [], **message} for message in calling(arguments)]
+
+    row = rows().tokenize("row", {"messages": messages, "tools": [ADD]}, tokenizer)
+
+    assert learned(tokenizer, row)[0] == f'<call>{{"name": "add", "arguments": {{}}}}</call>{END}'
+    assert "-" not in tokenizer.decode_all(row.tokens.tolist())
+
+
 def test_tools_have_a_column_of_any_name(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(tmp_path, TOOLS)
     row = {"messages": CHAT, "functions": [ADD["function"]], "tools": "hammer"}
