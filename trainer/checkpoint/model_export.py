@@ -58,6 +58,7 @@ _COPIED: Final = (
     "*.tiktoken",
     "tekken.json",
     "chat_template*",
+    "additional_chat_templates/*",
     "*processor_config.json",  # vLLM and SGLang read it for models that take images
     "*.py",
 )
@@ -303,8 +304,10 @@ def model_folder(target: Path, source: Path, needed_nbytes: int) -> Generator[Pa
 
 def copy_files(source: Path, folder: Path, patterns: Iterable[str]) -> None:
     for pattern in patterns:
-        for path in source.glob(pattern):
-            shutil.copy2(path, folder / path.name)
+        for path in filter(Path.is_file, source.glob(pattern)):
+            target = folder / path.relative_to(source)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copy2(path, target)
 
 
 def correct_config(

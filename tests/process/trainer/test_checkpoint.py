@@ -299,8 +299,10 @@ def test_an_export_has_the_tokenizers_files_and_weights_in_several_where_one_is_
     ran: Ran, tmp_path: Path
 ) -> None:
     source = Path(shutil.copytree(ran.folder / "qwen3", tmp_path / "source"))
-    others = {"tiktoken.model", "qwen.tiktoken", "vocab.txt", "preprocessor_config.json"}
-    for name in others:
+    templates = "additional_chat_templates"
+    others = {"tiktoken.model", "qwen.tiktoken", "vocab.txt", "preprocessor_config.json", templates}
+    for name in (*(others - {templates}), f"{templates}/rag.jinja", "tokenizer_old/notes"):
+        (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_text(name)
     section = ModelSection(path=source, dtype="bfloat16")
     checkpoint = ran.folder / "saved" / "step-000002"
@@ -309,6 +311,7 @@ def test_an_export_has_the_tokenizers_files_and_weights_in_several_where_one_is_
     export_checkpoint(section, checkpoint, tmp_path / "large")
 
     assert others <= {file.name for file in (tmp_path / "small").iterdir()}
+    assert (tmp_path / "small" / templates / "rag.jinja").is_file()
     sizes = [file.stat().st_size for file in (tmp_path / "small").glob("model-0*.safetensors")]
     assert len(sizes) > 3
     assert max(sizes) < 10_000
