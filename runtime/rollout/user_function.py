@@ -87,10 +87,22 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 def describe(error: BaseException) -> str:
     """Names the error and where it was raised: `ValueError: bad digit (rewards.py:12 in reward)`.
-    Frames of umbra and of Python are left out."""
+    Frames of umbra and of Python are left out. Of a group, it names the first and their number."""
+    error, num_more = _first_of(error)
+    more = f" and {num_more} more" if num_more else ""
     text = "".join(traceback.format_exception_only(error)).strip()
     frame = frame_in_user_code(traceback.extract_tb(error.__traceback__))
-    return f"{text} ({frame.filename}:{frame.lineno} in {frame.name})" if frame else text
+    place = f" ({frame.filename}:{frame.lineno} in {frame.name})" if frame else ""
+    return f"{text}{place}{more}"
+
+
+def _first_of(error: BaseException) -> tuple[BaseException, int]:
+    """The first error of a group, as TaskGroup raises it, and the number of others."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error, 0
+    members = cast(BaseExceptionGroup[BaseException], error).exceptions
+    found = [_first_of(each) for each in members]
+    return found[0][0], sum(more + 1 for _, more in found) - 1
 
 
 def is_mistake_in_code(error: BaseException) -> bool:
@@ -103,6 +115,7 @@ def is_mistake_in_code(error: BaseException) -> bool:
 
 def advice(error: BaseException, usual: str) -> str:
     """The remedy for an error of user code; `usual` if it may depend on a model or a tool."""
+    error, _ = _first_of(error)
     if is_full_disk(error):
         return "; the disk that it writes to is full: free some space (prints go to the run's logs)"
     return "" if is_mistake_in_code(error) else usual

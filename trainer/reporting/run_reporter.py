@@ -175,12 +175,17 @@ class RunReporter:
         if row["rollout/tokens"] == 0:
             self._note_once("tokens", f"step {step} trained on nothing: {_why_no_tokens(config)}")
         if row["rollout/truncated_share"] == 1.0:
+            limit = config.rollout.max_new_tokens
+            remedy = (
+                f"raise rollout.max_new_tokens = {limit}; if the model ends its turns with another "
+                "token, add it to rollout.stop_token_ids"
+                if row["rollout/completion_len_max"] == limit
+                else "raise pool.max_context_len, or give less between the turns of rollout.agent"
+            )
             self._note_once(
                 "ends",
                 f"warning: no completion of step {step} ended with an end token, all "
-                f"{config.samples_per_step} were truncated: raise rollout.max_new_tokens = "
-                f"{config.rollout.max_new_tokens}; if the model ends its turns with another "
-                "token, add it to rollout.stop_token_ids",
+                f"{config.samples_per_step} were truncated: {remedy}",
             )
         is_zero = row["rollout/reward_min"] == row["rollout/reward_max"] == 0.0
         if is_zero and config.reward.has_functions:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import functools
 import importlib
 import json
@@ -17,7 +19,7 @@ from umbra.runtime.errors import ConfigError
 from umbra.runtime.rollout.agents.agent_loop import AgentLoop
 from umbra.runtime.rollout.agents.reward_function import RewardFunction
 from umbra.runtime.rollout.agents.user_thread import UserThread
-from umbra.runtime.rollout.user_function import describe, load_function
+from umbra.runtime.rollout.user_function import advice, describe, load_function
 
 
 def said_of(function: Callable[[], object]) -> str:
@@ -42,6 +44,25 @@ def test_the_location_of_an_error_is_the_user_s_innermost_line(
 
     line = function.__code__.co_firstlineno
     assert said.endswith(f" ({__file__}:{line} in <lambda>)")
+
+
+def test_a_group_of_errors_names_the_first_and_how_many_more() -> None:
+    async def tool(answer: str) -> float:
+        return float(answer)
+
+    async def call_tools() -> None:
+        async with asyncio.TaskGroup() as calls:
+            for answer in ("x", "1", "y"):
+                calls.create_task(tool(answer))
+
+    said = said_of(lambda: asyncio.run(call_tools()))
+
+    line = tool.__code__.co_firstlineno + 1
+    place = f" ({__file__}:{line} in tool)"
+    assert said == f"ValueError: could not convert string to float: 'x'{place} and 1 more"
+
+    full = ExceptionGroup("calls", [OSError(errno.ENOSPC, "No space left on device")])
+    assert "the disk that it writes to is full" in advice(full, "")
 
 
 def test_an_error_without_a_line_of_the_user_s_has_no_location(

@@ -59,6 +59,7 @@ ROW = {
     "rollout/tokens": 6_049.0,
     "rollout/tokens_per_s": 17_234.0,
     "rollout/truncated_share": 0.25,
+    "rollout/completion_len_max": 8.0,
     "time/rollout_s": 0.351,
     "time/sync_s": 0.02,
     "time/train_s": 0.184,
@@ -353,11 +354,18 @@ ZERO = {"rollout/reward_min": 0.0, "rollout/reward_max": 0.0}
         ),
         (
             {"rollout/truncated_share": 0.96},
-            {"rollout/truncated_share": 1.0},
+            {"rollout/truncated_share": 1.0, "rollout/completion_len_max": 1024},
             "  warning: no completion of step 2 ended with an end token, all 256 were truncated: "
             "raise rollout.max_new_tokens = 1024; if the model ends its turns with another token, "
             "add it to rollout.stop_token_ids",
             None,
+        ),
+        (
+            {},
+            {"rollout/truncated_share": 1.0},
+            "  warning: no completion of step 2 ended with an end token, all 256 were truncated: "
+            "raise pool.max_context_len, or give less between the turns of rollout.agent",
+            "loops:ask",
         ),
         (
             ZERO | {"rollout/reward_max": 1.0},
@@ -366,7 +374,7 @@ ZERO = {"rollout/reward_min": 0.0, "rollout/reward_max": 0.0}
             None,
         ),
     ],
-    ids=["no tokens", "no tokens of a loop", "no ends", "no rewards"],
+    ids=["no tokens", "no tokens of a loop", "no ends", "full contexts", "no rewards"],
 )
 def test_a_step_that_teaches_nothing_is_reported_once(
     tmp_path: Path, before: dict[str, float], odd: dict[str, float], said: str, agent: str | None
