@@ -148,6 +148,9 @@ class SglangSettings(SpanningSettings):
             "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
             # It finds cached prefixes by their tokens alone, whatever weights computed them.
             "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE": "0",
+            # No plan counts logits of a teacher's prompt: 1024 tokens at once, as in vLLM.
+            "SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK": "1",
+            "SGLANG_LOGITS_PROCESSER_CHUNK_SIZE": "1024",
             # Leaves room for the spare tokens; _check_context_len keeps the model's limit.
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
         }

@@ -25,6 +25,7 @@ from umbra.engines.sglang.sglang_orders import (
 from umbra.engines.sglang.sglang_requests import SglangOutput, check_request, generate_fields
 from umbra.engines.sglang.sglang_settings import WEIGHT_LOADER, SglangSettings
 from umbra.engines.sglang.sglang_worker import obey
+from umbra.runtime.engine_api.engine_names import ENGINE_AWAKE_NBYTES
 from umbra.runtime.errors import ConfigError, DataError, EngineError
 
 KNOWN = ["model_path", "tp_size", "mem_fraction_static", "attention_backend", "dtype", "dp_size"]
@@ -100,6 +101,17 @@ def test_cached_prefixes_are_looked_for_by_their_salts_whatever_the_user_has_set
     tmp_path: Path,
 ) -> None:
     assert settings(tmp_path).environment()["SGLANG_EXPERIMENTAL_CPP_RADIX_TREE"] == "0"
+
+
+def test_logits_of_a_teachers_prompt_stay_within_what_is_planned_for_an_engine(
+    tmp_path: Path,
+) -> None:
+    variables = settings(tmp_path).environment()
+
+    assert variables["SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK"] == "1"
+    num_tokens, vocab_size = int(variables["SGLANG_LOGITS_PROCESSER_CHUNK_SIZE"]), 152_064
+    float32_nbytes = 2 * 4 * num_tokens * vocab_size  # logits and log-probabilities
+    assert float32_nbytes < ENGINE_AWAKE_NBYTES
 
 
 def test_a_chosen_kv_cache_includes_what_sglang_keeps_free(tmp_path: Path) -> None:
