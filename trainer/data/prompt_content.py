@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any, Final, cast
 
@@ -87,20 +88,17 @@ def given_chat(value: object) -> list[Any] | None:
 
 def row_tools(data: DataSection, row: Mapping[str, Any]) -> list[Any]:
     """The schemas of a row's tools. Raises DataError if its column holds something else."""
-    value = row.get(data.tools_column)
-    name = f"column {data.tools_column!r} (data.tools_column)"
-    tools: Any = value or []
+    tools: Any = row.get(data.tools_column) or []
     if isinstance(tools, str):
-        try:
+        with suppress(ValueError, RecursionError):
             tools = json.loads(tools) or []
-        except (ValueError, RecursionError):
-            tools = None
-    if not isinstance(tools, list):
-        raise DataError(f"{name} is no list of tools: {value!r:.80}")
-    for number, tool in enumerate(cast("list[object]", tools), 1):
-        if named_function(tool) is None:
-            raise DataError(f"tool {number} of {name} names no function: it is {tool!r:.80}")
-    return cast("list[Any]", tools)
+    found = cast("list[Any]", tools if isinstance(tools, list) else [tools])
+    if odd := [tool for tool in found if named_function(tool) is None]:
+        raise DataError(
+            f"column {data.tools_column!r} (data.tools_column) holds {odd[0]!r:.80}, which is no "
+            "schema of a function: correct it, or set data.tools_column = '' if the chat has none"
+        )
+    return found
 
 
 def template_variables(
@@ -113,11 +111,12 @@ def template_variables(
     row's tools, or calls of them."""
     template = tokenizer.state.chat_template
     calls = [call for message in messages for call in message.get("tool_calls", ())]
-    for name, given in (("tools", tools), ("tool_calls", calls)):
+    no_tools, no_row = "set data.tools_column = ''", "leave the row out"
+    for name, given, remedy in (("tools", tools, no_tools), ("tool_calls", calls, no_row)):
         if given and template and name not in template:
             raise DataError(
                 f"the row has {name}, and the chat template of {tokenizer.state.model_path} leaves "
-                f"them out: use a template with {name!r}, or leave the row out"
+                f"them out: use a template with {name!r}, or {remedy}"
             )
     return {**data.chat_template_kwargs, **({"tools": tools} if tools else {})}
 

@@ -288,10 +288,22 @@ def _prefix_spans(
         before = render(idx, asks_for_answer=True)
         through = render(idx + 1, asks_for_answer=False)
         if not (text.startswith(through) and through.startswith(before)):
+            asked = render(idx, asks_for_answer=False)
+            begins = before.startswith(asked) and through.startswith(asked)
+            problem = (
+                "renders it, or what is before it, differently within the whole chat than at its "
+                "end, so that its tokens are not known: "
+            )
+            if begins and not through.startswith(before):
+                problem = (
+                    f"asks for an answer by {before[len(asked) :]!r:.80}, and renders this one as "
+                    f"{through[len(asked) :]!r:.80}: let data.chat_template_kwargs begin both "
+                    "alike, such as enable_thinking = false for answers without reasoning, or "
+                )
+            elif idx != chat.learned[-1]:
+                problem += "set sft.loss_on = 'last' if that is enough, or "
             raise DataError(
-                f"message {idx + 1} (assistant): the chat template renders it, or what is before "
-                "it, differently within the whole chat than at its end, so that its tokens are "
-                "not known: set sft.loss_on = 'last' if that is enough, or mark the assistant's "
+                f"message {idx + 1} (assistant): the chat template {problem}mark the assistant's "
                 "messages in the template with {% generation %}"
             )
         spans.append([(len(before), len(through))])

@@ -168,7 +168,7 @@ def test_a_call_may_have_no_arguments_and_a_message_no_calls(
 ) -> None:
     asks = "{% if message.tool_calls is defined and not message.tool_calls %}-{% endif %}"
     tokenizer = tokenizer_of(tmp_path, TOOLS.replace("[{{ message.role }}]", asks))
-    messages = [{"tool_calls": [], **message} for message in calling(arguments)]
+    messages: list[dict[str, Any]] = [{"tool_calls": [], **each} for each in calling(arguments)]
 
     row = rows().tokenize("row", {"messages": messages, "tools": [ADD]}, tokenizer)
 
@@ -192,11 +192,20 @@ def test_tools_have_a_column_of_any_name(tmp_path: Path) -> None:
     [
         (
             {"tools": "hammer"},
-            r"column 'tools' \(data.tools_column\) is no list of tools: 'hammer'",
+            r"column 'tools' \(data.tools_column\) holds 'hammer', which is no sc",
         ),
-        ({"tools": 3}, r"column 'tools' \(data.tools_column\) is no list of tools: 3"),
-        ({"tools": [ADD, {}]}, r"tool 2 of column 'tools' \(data.tools_column\) names no function"),
-        ({"tools": '["add"]'}, r"tool 1 of column 'tools' .* names no function: it is 'add'"),
+        (
+            {"tools": 3},
+            r"column 'tools' \(data.tools_column\) holds 3, which is no schema of a fun",
+        ),
+        (
+            {"tools": [ADD, {}]},
+            r"column 'tools' \(data.tools_column\) holds {}, .*data.tools_column = ''",
+        ),
+        (
+            {"tools": '["add"]'},
+            r"column 'tools' \(data.tools_column\) holds 'add', which is no sche",
+        ),
         (
             {"messages": calling("{")},
             r"message 2 \(assistant\): call 1 of its tool_calls has",
@@ -223,13 +232,19 @@ def test_tools_that_a_template_could_not_render_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("row", "name"), [({"messages": CHAT, "tools": [ADD]}, "tools"),
-                      ({"messages": calling({})}, "tool_calls")],
-)  # fmt: skip
+    ("row", "words"),
+    [
+        ({"messages": CHAT, "tools": [ADD]}, "tools, and .* or set data.tools_column = ''$"),
+        (
+            {"messages": calling({})},
+            "tool_calls, and the chat template of .* or leave the row out$",
+        ),
+    ],
+)
 def test_a_template_that_leaves_out_tools_is_refused(
-    tmp_path: Path, row: dict[str, Any], name: str
+    tmp_path: Path, row: dict[str, Any], words: str
 ) -> None:
-    with pytest.raises(DataError, match=rf"^row 7: the row has {name}, and the chat template of "):
+    with pytest.raises(DataError, match=f"^row 7: the row has {words}"):
         rows().tokenize("row 7", row, tokenizer_of(tmp_path, PLAIN))
 
 
@@ -286,6 +301,29 @@ def test_a_template_that_leaves_out_the_text_beside_a_call_is_refused(
         rows().tokenize(
             "row 7", {"messages": calling({}, content=text)}, tokenizer_of(tmp_path, template)
         )
+
+
+def test_an_answer_that_begins_otherwise_than_the_template_asks_for_it_is_refused(
+    tmp_path: Path,
+) -> None:
+    asks = "[assistant]{% if enable_thinking is not defined %}<think>{% endif %}{% endif"
+    tokenizer = tokenizer_of(tmp_path, PLAIN.replace("[assistant]{% endif", asks))
+
+    with pytest.raises(DataError, match=r"by '\[assistant\]<think>', .* as '\[assistant\]hm\|2<eo"):
+        rows().tokenize("row 7", {"messages": CHAT[:2]}, tokenizer)
+    off = rows(chat_template_kwargs={"enable_thinking": False})
+
+    assert learned(tokenizer, off.tokenize("row", {"messages": CHAT[:2]}, tokenizer))
+
+
+def test_a_chat_whose_last_answer_changes_the_others_has_no_remedy_that_is_set(
+    tmp_path: Path,
+) -> None:
+    seen = "{% if messages[-1].content == 'so|ö' %}!{% endif %}"
+    tokenizer = tokenizer_of(tmp_path, seen + PLAIN)
+
+    with pytest.raises(DataError, match=r"message 4 .* are not known: mark the assistant's"):
+        rows(loss_on="last").tokenize("row 7", {"messages": CHAT}, tokenizer)
 
 
 def test_reasoning_that_the_template_begins_is_not_left_out(tmp_path: Path) -> None:
