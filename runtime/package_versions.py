@@ -1,14 +1,22 @@
-"""The versions of other packages that umbra was tested with: the ranges in its own metadata."""
+"""Which other packages are here, and the versions that umbra was tested with, from its metadata."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from functools import cache
 from importlib.metadata import PackageNotFoundError, requires
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
+
+
+def is_installed(module: str) -> bool:
+    """Whether a module can be imported. A folder of that name in the current one, such as the logs
+    of W&B or a clone of vLLM, is none."""
+    found = importlib.util.find_spec(module)
+    return found is not None and found.origin is not None
 
 
 def outside_tested_range(package: str, version: str) -> str:

@@ -13,7 +13,7 @@ from umbra.runtime.engine_api.engine_names import engine_kind
 from umbra.runtime.engine_api.lora import LoraBase, check_lora_rank
 from umbra.runtime.engine_api.weight_files import has_own_head, local_model, untied
 from umbra.runtime.errors import ConfigError, DataError
-from umbra.runtime.package_versions import outside_tested_range
+from umbra.runtime.package_versions import is_installed, outside_tested_range
 
 logger = logging.getLogger(__name__)
 
@@ -159,14 +159,12 @@ def _read_whole_config(model_path: str) -> dict[str, Any]:
 def load_library(name: str, module: str, pick: Callable[[str], _T], *, missing: str) -> _T:
     """Imports a foreign engine and returns what `pick` makes of its version; warns if untested.
     Raises ConfigError with the remedy, `missing` if it is not installed."""
-    try:
-        library: Any = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name != module:
-            raise ConfigError(f"{name} cannot be imported: {error}") from error
+    if not is_installed(module):
         raise ConfigError(
             f'engine = "{module}" needs {name}, which is not installed here: {missing}'
-        ) from None
+        )
+    try:
+        library: Any = importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(f"{name} cannot be imported: {error}") from error
     version = str(library.__version__)

@@ -37,9 +37,11 @@ def load_function(target: str, setting: str) -> Callable[..., Any]:
         names = [name for name, value in vars(module).items() if callable(value)]
         close = difflib.get_close_matches(function_name, names, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ConfigError(
-            f"{setting} {target!r}: {module.__file__} has no function {function_name!r}{hint}"
-        )
+        place = module.__file__
+        if place is None:  # a folder: Python imports it where no file has the name
+            place = f"the folder {module.__path__[0]}"
+            hint = f". Write '{module_name}.FILE:{function_name}', the file without .py"
+        raise ConfigError(f"{setting} {target!r}: {place} has no function {function_name!r}{hint}")
     return cast(Callable[..., Any], function)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import json
 import logging
 import os
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol, Self, cast
 
 from umbra.runtime.errors import ConfigError, UmbraError
+from umbra.runtime.package_versions import is_installed
 from umbra.runtime.rollout.agents.sample_text import SampleText, TurnText
 from umbra.runtime.rollout.dispatch.token_store import Segment
 from umbra.trainer.world.run_files import HeldFolder, write_text, writing
@@ -70,14 +70,13 @@ def logger_names(names: Sequence[str] | None) -> Sequence[str]:
     """The setting `run.loggers`; by default TensorBoard if it is installed."""
     if names is not None:
         return names
-    return ["tensorboard"] if importlib.util.find_spec("tensorboard") else []
+    return ["tensorboard"] if is_installed("tensorboard") else []
 
 
 def check_loggers(names: Sequence[str] | None) -> None:
     """Raises ConfigError if the package that a logger needs is not installed."""
     for name in names or ():
-        found = importlib.util.find_spec(name)
-        if found is None or found.origin is None:  # a folder of that name is not a package
+        if not is_installed(name):
             raise ConfigError(
                 f"run.loggers names {name!r}, but the package {name} is not installed: run pip "
                 f"install {name}, or leave it out"

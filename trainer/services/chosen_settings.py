@@ -23,6 +23,7 @@ from umbra.runtime.cluster.environment import visible_gpus
 from umbra.runtime.engine_api.pool_settings import EnginePoolSettings
 from umbra.runtime.engine_api.weight_files import WeightFiles
 from umbra.runtime.errors import ConfigError, DataError
+from umbra.runtime.package_versions import is_installed
 from umbra.runtime.process.nvml import count_gpus
 from umbra.trainer.config.setting_rules import refusals
 from umbra.trainer.config.trainer_config import ServeConfig, TrainerConfig
@@ -42,7 +43,7 @@ def with_chosen_settings(config: _Config) -> tuple[_Config, str]:
     """The config with values in place of "auto", and a line that names them, or "". Raises
     ConfigError (SettingError for a setting of an engine's pool) if they do not fit other settings,
     or CUDA_VISIBLE_DEVICES names a GPU that the machine does not have."""
-    installed = [name for name in _LIBRARIES if importlib.util.find_spec(name)]
+    installed = list(filter(is_installed, _LIBRARIES))
     has_gpu, obstacle = _has_usable_gpu(), ""
     if has_gpu and config.train is not None and config.train.compile == "auto":
         obstacle = compile_obstacle(config.model.path)

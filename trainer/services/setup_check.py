@@ -3,7 +3,6 @@ model or tokenizer and run no user code; the processes that do report further pr
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +14,7 @@ from umbra.runtime.engine_api.lora import matrix_shapes
 from umbra.runtime.engine_api.pool_settings import EnginePoolSettings
 from umbra.runtime.engine_api.weight_files import WeightFiles, is_tied
 from umbra.runtime.errors import ConfigError, DataError, how_to_install
+from umbra.runtime.package_versions import is_installed
 from umbra.runtime.text.model_files import read_model_config, vocab_size, vocabulary
 from umbra.trainer.checkpoint.run_dir import check_kind, check_run_dir
 from umbra.trainer.config.trainer_config import (
@@ -48,7 +48,7 @@ def check_setup(config: TrainerConfig, environment: TorchrunEnvironment) -> None
     check_data(config.data, config.eval.sets)
     check_batch_size(config, environment.world_size)
     check_loggers(config.run.loggers)
-    if config.run.metrics_address and importlib.util.find_spec("aiohttp") is None:
+    if config.run.metrics_address and not is_installed("aiohttp"):
         raise ConfigError(f"run.metrics_address needs aiohttp: {how_to_install('serve')}")
     check_run_dir(config.run, environment.incarnation)
     check_kind(config)

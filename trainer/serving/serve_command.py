@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import socket
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 from umbra.runtime.actor.actor_spec import ActorSpec, RestartPolicy
 from umbra.runtime.cluster.environment import api_key
 from umbra.runtime.errors import ConfigError, how_to_install
+from umbra.runtime.package_versions import is_installed
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rollout.dispatch.generator import GeneratedPiece
 from umbra.runtime.session.launch import SessionConfig
@@ -61,7 +61,7 @@ def serve(arguments: argparse.Namespace) -> int:
     """Serves until SIGINT or SIGTERM, the regular end of a server, and returns 0. Raises
     ConfigError or DataError for a wrong setting, model directory or address, another UmbraError if
     engines cannot be kept running."""
-    if importlib.util.find_spec("aiohttp") is None:
+    if not is_installed("aiohttp"):
         raise ConfigError(f"umbra serve needs aiohttp: {how_to_install('serve')}")
     config = read_serve_config(arguments.config, arguments.overrides)
     check_models(config)

@@ -77,6 +77,21 @@ def test_an_error_without_a_line_of_the_user_s_has_no_location(
         load_function("umbra_test_fails_when_imported:f", "reward.function")
 
 
+def test_a_function_of_a_folder_is_answered_with_how_to_name_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "umbra_test_rewards").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+
+    with pytest.raises(ConfigError) as caught:
+        load_function("umbra_test_rewards:exact", "reward.function")
+
+    assert str(caught.value).endswith(
+        f": the folder {tmp_path}/umbra_test_rewards has no function 'exact'. "
+        "Write 'umbra_test_rewards.FILE:exact', the file without .py"
+    )
+
+
 @pytest.mark.parametrize(
     ("target", "said"),
     [
