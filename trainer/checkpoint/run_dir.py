@@ -11,7 +11,7 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, Self, cast
 
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.settings import chosen_settings, from_wire, shown_settings
@@ -67,6 +67,8 @@ NEW_RUN: Final = (
     "begin a new run (run.resume = 'never' and run.overwrite = true, or another run.dir)"
 )
 """The remedy where a run cannot be resumed: `run.overwrite` alone changes nothing for a resume."""
+_UNORDERED: Final = ("model.lora.targets", "run.loggers")
+"""Lists whose order means nothing."""
 _LOOK_INTERVAL_S: Final = 0.5
 """Between attempts to get the lock. A longer one delays a restart; each asks the file system."""
 
@@ -199,15 +201,15 @@ def changed_settings(config: TrainerConfig | SftConfig) -> list[str]:
     ]
 
 
-def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    sections = dict(settings)
-    pools: Mapping[str, Any] = sections.pop("pools", {})
-    sections |= {f"pools.{name}": pool for name, pool in pools.items()}
-    return {
-        f"{section}.{key}": value
-        for section, values in sections.items()
-        for key, value in values.items()
-    }
+def _flat(settings: Mapping[str, Any], section: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        name = section + key
+        if isinstance(value, Mapping):
+            flat |= _flat(cast("Mapping[str, Any]", value), f"{name}.")
+        else:
+            flat[name] = sorted(value) if value and name in _UNORDERED else value
+    return flat
 
 
 def recorded_identity(run_dir: Path) -> Mapping[str, Any]:

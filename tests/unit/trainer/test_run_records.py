@@ -37,7 +37,12 @@ from umbra.trainer.checkpoint.run_dir import (
 from umbra.trainer.checkpoint.trainer_state import TrainerState, read_trainer_state
 from umbra.trainer.config.config_file import check_config
 from umbra.trainer.config.sft_config import SftConfig
-from umbra.trainer.config.trainer_config import CriticSection, RunSection, TrainerConfig
+from umbra.trainer.config.trainer_config import (
+    CriticSection,
+    LoraSection,
+    RunSection,
+    TrainerConfig,
+)
 from umbra.trainer.replay.replay_plan import recorded_config
 from umbra.trainer.reporting.console import ProgressDisplay, format_step
 from umbra.trainer.reporting.fatal_error_report import FatalErrorReporter
@@ -560,16 +565,24 @@ def test_a_resumed_run_remembers_the_accuracy_before(tmp_path: Path) -> None:
 
 def test_what_changed_since_the_last_start_is_known(tmp_path: Path) -> None:
     assert changed_settings(make_config(tmp_path)) == []
-    record_settings(make_config(tmp_path), {})
     again = replace(make_config(tmp_path), run=RunSection(dir=tmp_path, resume="auto"))
     again = replace(again, run=replace(again.run, name="a <test>"))
+    first, other_order, fewer = (
+        replace(again.model, lora=LoraSection(targets=targets))
+        for targets in (("q_proj", "v_proj"), ("v_proj", "q_proj"), ("v_proj",))
+    )
+    record_settings(replace(make_config(tmp_path), model=first), {})
+    again = replace(again, model=other_order)
     judge = AuxiliaryPoolSettings(model_path=Path("judge"), engine="echo")
 
     more = replace(again, train=replace(again.train, steps=9), pools={"judge": judge})
+    more = replace(more, model=fewer)
 
     assert changed_settings(again) == []
     assert "train.steps = 9 (was 4)" in changed_settings(more)
     assert "pools.judge.engine = 'echo' (was None)" in changed_settings(more)
+    was = "model.lora.targets = ['v_proj'] (was ['q_proj', 'v_proj'])"
+    assert was in changed_settings(more)
 
 
 def test_no_file_of_a_run_has_its_credentials(tmp_path: Path) -> None:
