@@ -96,7 +96,7 @@ def check_config(
         raise ConfigError("; ".join(problems)) from None
     if not isinstance(config, ServeConfig) and (rules := refusals(config)):
         problems = [
-            _sourced(rule.message(config), source, overrides_of(rule.settings, parsed))
+            _sourced(rule.message(config), source, overrides_of(rule.settings, parsed, values))
             for rule in rules
         ]
         raise ConfigError("; ".join(problems))
@@ -274,37 +274,39 @@ def overrides_behind(
     location = tuple(str(part) for part in problem["loc"])
     if problem["type"] == "missing":
         location = location[:-1]
-    if problem["type"] == "value_error" and (below := _below(location, overrides)):
+    below = [
+        one
+        for one in _effective(overrides, file_values)
+        if len(one.keys) > len(location) and one.keys[: len(location)] == location
+    ]
+    if problem["type"] == "value_error" and below:
         text = str(problem["ctx"]["error"])
         return [one for one in below if _is_named(one, text, file_values)]
     giving = [one for one in overrides if location[: len(one.keys)] == one.keys]
     if giving or _has(file_values, location):
         return giving[-1:]  # a later one replaces what came before
-    return _below(location, overrides)
+    return below
 
 
-def overrides_of(settings: Sequence[str], overrides: Sequence[Override]) -> list[Override]:
-    """The overrides that give one of these settings, its section or its entries a value."""
-    last = {one.keys: one for one in overrides}
+def overrides_of(
+    settings: Sequence[str], overrides: Sequence[Override], file_values: Mapping[str, Any]
+) -> list[Override]:
+    """The overrides that change one of these settings, its section or its entries."""
     return [
         one
-        for one in last.values()
-        if one.text
-        and any(_is_within(name, one.key) or _is_within(one.key, name) for name in settings)
+        for one in _effective(overrides, file_values)
+        if any(_is_within(name, one.key) or _is_within(one.key, name) for name in settings)
     ]
+
+
+def _effective(overrides: Sequence[Override], file_values: Mapping[str, Any]) -> list[Override]:
+    """The last one of each key, unless it unsets what the file does not set either."""
+    last = {one.keys: one for one in overrides}
+    return [one for one in last.values() if one.text or _has(file_values, one.keys)]
 
 
 def _is_within(name: str, whole: str) -> bool:
     return f"{name}.".startswith(f"{whole}.")
-
-
-def _below(location: tuple[str, ...], overrides: Sequence[Override]) -> list[Override]:
-    last = {one.keys: one for one in overrides}
-    return [
-        one
-        for one in last.values()
-        if one.text and len(one.keys) > len(location) and one.keys[: len(location)] == location
-    ]
 
 
 def _is_named(override: Override, text: str, file_values: Mapping[str, Any]) -> bool:

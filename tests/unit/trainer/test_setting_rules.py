@@ -37,6 +37,7 @@ pool.engine=sglang rollout.top_p=0.9 -> pool.engine rollout.top_p rollout.top_k
 pool.engine=sglang rollout.top_k=20 -> pool.engine rollout.top_p rollout.top_k
 data.overlong=truncate -> data.overlong
 train.epochs=2 -> train.steps train.epochs
+train.steps= -> train.steps train.epochs
 train.warmup_steps=1 train.warmup_ratio=0.1 -> train.warmup_steps train.warmup_ratio
 train.mini_batches=3 -> rollout.groups_per_step train.mini_batches
 train.advantage=gdpo -> train.advantage reward.functions reward.overlong_buffer
@@ -251,13 +252,6 @@ def test_a_message_has_the_values_and_no_teacher_is_named_as_the_remedy() -> Non
     said = r"train\.teacher_kl_coef = 1\.0 and .* = '': there is no teacher: add a section "
     with pytest.raises(ConfigError, match=said):
         config_with("train.teacher_kl_coef=1")
-
-
-def test_the_length_of_a_run_is_given() -> None:
-    with pytest.raises(
-        ConfigError, match=r"^config: train\.steps = None and train\.epochs = None: "
-    ):
-        config_with("train.steps=")
 
 
 def test_all_refusals_are_named_at_once() -> None:

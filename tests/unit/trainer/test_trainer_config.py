@@ -276,6 +276,10 @@ def test_what_has_to_be_there_cannot_be_unset(config_file: Path, override: str) 
             ["train.offload=all", "train.steps=3", "pool.mode=standalone"],
             "train.offload=all pool.mode=standalone (command line): train.offload = 'all' and",
         ),
+        (
+            ["train.advantage=gdpo", "reward.function=", "reward.functions="],
+            "train.advantage=gdpo reward.function= (command line): reward.function = None and",
+        ),
         (["pools.judge.count=2"], "pools.judge.count=2 (command line): pools.judge.model_path is"),
         (
             ["pools.judge.env.HF_TOKEN=hf_abc"],
