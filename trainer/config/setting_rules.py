@@ -425,6 +425,13 @@ RULES: Final = (
         "train.steps is not None and critic.warmup_steps >= train.steps",
         "the policy would never be trained: use fewer steps of warm-up than the run has",
     ),
+    Rule(
+        "warning",
+        "train.steps is not None "
+        "and 0 < train.steps - critic.warmup_steps <= train.warmup_steps < train.steps",
+        "the policy's warm-up begins after the critic's, and its learning rate rises until the run "
+        "ends: use fewer steps of either",
+    ),
     # LoRA
     Rule(
         "error",

@@ -115,6 +115,8 @@ train.kl_coef=0.1 train.kl_in_reward=true train.kl_estimator=k2 \
 train.ema=0.999 -> train.ema train.steps train.mini_batches train.updates_per_batch
 train.skip_nonfinite=10 -> train.skip_nonfinite train.steps
 train.warmup_steps=10 -> train.warmup_steps train.steps
+train.advantage=gae train.warmup_steps=6 critic.warmup_steps=4 \
+-> train.steps critic.warmup_steps train.warmup_steps
 train.min_lr_ratio=0.1 -> train.min_lr_ratio train.schedule
 train.vector_lr_ratio=2 model.lora.rank=8 -> train.vector_lr_ratio model.lora.rank
 train.vector_weight_decay=0.1 model.lora.rank=8 -> train.vector_weight_decay model.lora.rank
@@ -167,7 +169,8 @@ MEANT = [
     "eval.samples=4 eval.temperature=1.0 eval.sets.easy=easy.jsonl",
     "data.eval=eval.jsonl data.eval_limit=9 train.eval_every=5",
     "data.eval=eval.jsonl train.eval_every=5 train.eval_beside=true pool.mode=standalone",
-    "train.advantage=gae rollout.group_size=1 critic.path=other critic.warmup_steps=2",
+    "train.advantage=gae rollout.group_size=1 critic.path=other critic.warmup_steps=2 "
+    "train.warmup_steps=7",
     "train.advantage=gae model.lora.rank=8 train.kl_coef=0.1 train.kl_in_reward=true",
     "train.teacher_kl_coef=0.1 pools.teacher.model_path=models/large",
     "train.teacher_kl_coef=0.1 data.teacher_template={prompt}{successful_completion}",
