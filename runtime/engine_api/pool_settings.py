@@ -110,8 +110,7 @@ class EnginePoolSettings(Settings):
         lora_adapters: LoRA adapters by name, as folders that PEFT saved, which a request may choose
             (docs/engines.md). For engine "vllm".
         allow_engine_pickle: Whether an engine that needs more GPUs than a node has may be on
-            several nodes, whose connections unpickle what arrives: whoever reaches their ports can
-            run code as you (docs/cluster.md).
+            several nodes, whose connections unpickle what arrives (docs/cluster.md).
         max_restarts: How often one engine may be restarted within ten minutes. More fail the run.
         memory_limit_mib: Host memory of an engine's processes, above which it is killed and
             restarted. 0 is no limit.

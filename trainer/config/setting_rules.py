@@ -115,14 +115,6 @@ def _unused(condition: str, remedy: str, *names: str) -> Iterator[Rule]:
         yield Rule("warning", f"{name} != {default!r} and {condition}", text)
 
 
-def _too_cold(section: str) -> Iterator[Rule]:
-    yield Rule(
-        "error",
-        f"0 < {section}.temperature < min_temperature(pool.engine)",
-        "the engine cannot sample so close to 0: use 0.01 or more",
-    )
-
-
 _NO_EMBEDDINGS: Final = (
     "model.lora.rank > 0 and not {'embed_tokens', 'lm_head'}.intersection(model.lora.targets)"
 )
@@ -215,14 +207,16 @@ RULES: Final = (
         "rollout.temperature == 0",
         "greedy completions of a prompt are all the same: set it above 0",
     ),
-    *_too_cold("rollout"),
-    *_too_cold("eval"),
+    Rule(
+        "error",
+        "0 < min(rollout.temperature, eval.temperature or 1) < min_temperature(pool.engine)",
+        "the engine cannot sample so close to 0: use 0.01 or more",
+    ),
     Rule(
         "error",
         "not truncates_logprobs(pool.engine) and (rollout.top_p < 1 or rollout.top_k > 0)",
         "this engine samples from a part of the distribution and reports the logprobs of all of "
-        "it, so that the ratios in the loss would be wrong by the share that is left out: use "
-        "pool.engine = 'vllm', or leave rollout.top_p and rollout.top_k out",
+        "it: use pool.engine = 'vllm', or leave rollout.top_p and rollout.top_k out",
     ),
     Rule(
         "warning",
@@ -242,8 +236,8 @@ RULES: Final = (
         "error",
         "rollout.group_size < 2 and train.advantage in ADVANTAGE_ESTIMATORS "
         "and train.advantage not in ('gae', 'reinforce', 'none')",
-        "advantages compare the completions of one prompt; that of a single one is always 0, and "
-        "nothing would be learned: set rollout.group_size to 2 or more, or use train.advantage = "
+        "advantages compare the completions of one prompt; that of a single one is always 0: "
+        "set rollout.group_size to 2 or more, or use train.advantage = "
         "'gae', or 'reinforce' with train.advantage_norm = 'batch'",
     ),
     Rule(
@@ -300,9 +294,10 @@ RULES: Final = (
     # the loss
     Rule(
         "error",
-        "train.loss == 'gspo' and train.kl_in_reward",
-        "GSPO gives all tokens of a completion one advantage, and the KL in the reward is a "
-        "token's: use train.kl_in_reward = false",
+        "train.loss == 'gspo' and (train.kl_in_reward or train.teacher_kl_coef > 0 "
+        "or train.advantage in TOKEN_ADVANTAGES)",
+        "GSPO gives all tokens of a completion one advantage, and one of these is a token's: use "
+        "another train.loss, or leave it out",
     ),
     Rule(
         "warning",
@@ -402,12 +397,6 @@ RULES: Final = (
         "error",
         "train.advantage != 'gae' and critic != NO_CRITIC",
         "nothing would train a critic: use train.advantage = 'gae', or leave [critic] out",
-    ),
-    Rule(
-        "error",
-        "train.advantage in TOKEN_ADVANTAGES and train.loss == 'gspo'",
-        "GSPO gives all tokens of a completion one advantage, and this is a token's: use another "
-        "train.loss",
     ),
     Rule(
         "error",
@@ -515,7 +504,7 @@ RULES: Final = (
         "train.teacher_kl_coef > 0 and train.advantage != 'none' "
         "and rollout.drop_zero_variance_groups",
         "the teacher has answered for groups of equal rewards, too, and its answers are dropped "
-        "with them: leave rollout.drop_zero_variance_groups out to learn from them",
+        "with them: leave rollout.drop_zero_variance_groups out",
     ),
     Rule(
         "warning",
@@ -529,12 +518,6 @@ RULES: Final = (
         "a teacher's logprobs are of its whole distribution at temperature 1, and the policy's are "
         "of the one that it samples from: use rollout.temperature = 1, and leave rollout.top_p and "
         "rollout.top_k out",
-    ),
-    Rule(
-        "error",
-        "train.loss == 'gspo' and train.teacher_kl_coef > 0",
-        "GSPO gives all tokens of a completion one advantage, and the teacher's is a token's: use "
-        "another train.loss",
     ),
     # the optimizer
     Rule(

@@ -3,7 +3,6 @@ the names that the example uses."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -59,26 +58,3 @@ def test_the_commands_run_one_after_the_other(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all is well" in done.stdout
     assert (folder / "my-model" / "model.safetensors").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.process
-def test_a_small_random_model_is_made_from_a_seed_and_generates(tmp_path: Path) -> None:
-    (tmp_path / "make_model.py").write_text(files_of(DOCUMENT)["make_model.py"])
-    script = sessions_of(DOCUMENT)[1][0]
-
-    with RunTraces() as traces:
-        bin_dir = Path(sys.executable).parent
-        done = subprocess.run(
-            ["bash", "-euc", f"{script}\npython make_model.py again 0"],
-            cwd=tmp_path,
-            env=os.environ | traces.environment | {"PATH": f"{bin_dir}:{os.environ['PATH']}"},
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            check=False,
-        )
-
-    assert done.returncode == 0, done.stdout + done.stderr
-    weights = [tmp_path / name / "model.safetensors" for name in ("tiny", "again")]
-    assert weights[0].read_bytes() == weights[1].read_bytes()

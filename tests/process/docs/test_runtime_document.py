@@ -13,8 +13,6 @@ import pytest
 from documented_examples import files_of, sessions_of
 from run_traces import RunTraces
 
-from umbra.runtime import errors
-
 ROOT = Path(__file__).resolve().parents[3]
 DOCUMENT = "runtime.md"
 SESSIONS = sessions_of(DOCUMENT)
@@ -78,11 +76,3 @@ def test_an_example_prints_what_is_shown_and_leaves_nothing(
         assert done.returncode == 0, done.stderr
         assert rest_of(done.stdout, shown) == "", done.stdout
         assert traces.find(ENDING_S) == []
-
-
-def test_the_tree_of_errors_is_that_of_the_module() -> None:
-    text = (ROOT / "docs" / DOCUMENT).read_text()
-    (tree,) = re.findall(r"^```\n(UmbraError\n.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    assert errors.__doc__ is not None
-
-    assert set(tree.splitlines()) <= set(errors.__doc__.splitlines())

@@ -29,13 +29,8 @@ LAYOUTS = [
         [pool("hybrid", 2), pool("colocated", 4)],
     ),
     (
-        "8 GPUs, standalone, 2 for the trainer, engines of 2 GPUs",
-        [node(8, 2)],
-        [pool("standalone", 2)],
-    ),
-    (
-        "2 + 6 nodes of 8 GPUs, standalone, engines of 8 GPUs",
-        [node(8, 8)] * 2 + [node(8, 0)] * 6,
+        "1 + 2 nodes of 8 GPUs, standalone, engines of 8 GPUs",
+        [node(8, 8)] + [node(8, 0)] * 2,
         [pool("standalone", 8)],
     ),
 ]

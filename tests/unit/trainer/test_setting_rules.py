@@ -22,9 +22,9 @@ def named_in(message: str) -> list[str]:
 
 REFUSED = cases("""
 rollout.temperature=0.0 -> rollout.temperature
-pool.engine=vllm rollout.temperature=0.009 -> rollout.temperature pool.engine
-rollout.temperature=0.00001 -> rollout.temperature pool.engine
-pool.engine=vllm eval.temperature=0.009 -> eval.temperature pool.engine
+pool.engine=vllm rollout.temperature=0.009 -> rollout.temperature eval.temperature pool.engine
+rollout.temperature=0.00001 -> rollout.temperature eval.temperature pool.engine
+pool.engine=vllm eval.temperature=0.009 -> rollout.temperature eval.temperature pool.engine
 rollout.group_size=1 -> rollout.group_size train.advantage
 rollout.group_size=1 rollout.drop_zero_variance_groups=true \
 -> rollout.group_size rollout.drop_zero_variance_groups
@@ -41,7 +41,8 @@ train.steps= -> train.steps train.epochs
 train.warmup_steps=1 train.warmup_ratio=0.1 -> train.warmup_steps train.warmup_ratio
 train.mini_batches=3 -> rollout.groups_per_step train.mini_batches
 train.advantage=gdpo -> train.advantage reward.functions reward.overlong_buffer
-train.loss=gspo train.kl_in_reward=true -> train.loss train.kl_in_reward
+train.loss=gspo train.kl_in_reward=true \
+-> train.loss train.kl_in_reward train.teacher_kl_coef train.advantage
 train.dual_clip=0.9 -> train.dual_clip
 train.teacher_kl_coef=1 -> train.teacher_kl_coef data.teacher_template
 data.teacher_template={prompt} rollout.agent=loops:run -> data.teacher_template rollout.agent
@@ -183,7 +184,7 @@ reward.function= -> reward.function reward.functions train.advantage
 train.advantage=none rollout.drop_zero_variance_groups=true \
 -> train.advantage rollout.drop_zero_variance_groups
 rollout.temperature=0.8 -> train.teacher_kl_coef rollout.temperature rollout.top_p rollout.top_k
-train.loss=gspo -> train.loss train.teacher_kl_coef
+train.loss=gspo -> train.loss train.kl_in_reward train.teacher_kl_coef train.advantage
 train.advantage=none rollout.group_size=1 data.teacher_template={successful_completion} \
 -> data.teacher_template rollout.group_size reward.function reward.functions
 train.advantage=none reward.function= data.eval=eval.jsonl \
@@ -191,7 +192,8 @@ train.advantage=none reward.function= data.eval=eval.jsonl \
 """)
 REFUSED_WITH_A_CRITIC = cases("""
 train.advantage=rloo -> train.advantage
-train.advantage=gae train.loss=gspo -> train.advantage train.loss
+train.advantage=gae train.loss=gspo \
+-> train.loss train.kl_in_reward train.teacher_kl_coef train.advantage
 train.advantage=gae critic.path=other model.lora.rank=8 -> critic.path model.lora.rank
 train.advantage=gae model.lora.rank=8 model.lora.targets=["lm_head"] \
 -> train.advantage model.lora.targets
