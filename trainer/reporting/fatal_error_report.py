@@ -76,9 +76,9 @@ class FatalErrorReporter:
                 return
             self._is_reported = True
             message = f"{self._name}: {escape_unprintable(_describe(error))}"
-            # One write: ranks share stderr, and print() may write the line's end apart.
+            # One write, which stderr passes on at the line's end: ranks share it, and print()
+            # may write the end apart.
             sys.stderr.write(f"{message}\n")
-            sys.stderr.flush()
             _leave_for_torchrun(message)
         if logging.getLogger().isEnabledFor(logging.DEBUG):
             traceback.print_exception(error)
@@ -115,7 +115,6 @@ class FatalErrorReporter:
         """Reports a stop at once. A signal mostly comes to all ranks, and one line is enough."""
         if self._rank == 0:
             sys.stderr.write(f"  {stop}\n")
-            sys.stderr.flush()
 
     def job_failed(self, failure: JobFailed) -> None:
         """Starts the deadline for the end of this process: the job is lost."""
