@@ -212,19 +212,16 @@ class ImageFollower:
         self.num_filled = 0
         self._num_read = 0  # by all ranks
         self._loaded = [0] * len(engines)
-        self._following: asyncio.Task[None] | None = None
+        self._following: asyncio.Task[None]
 
     async def run(self, images: ImageHolder) -> None:
         async with asyncio.TaskGroup() as tasks:
             self._following = tasks.create_task(self._follow(images))
-            if self.is_gone:
-                self._following.cancel()
 
     def end(self) -> None:
         """Ends all waits for the sync on this node. Idempotent."""
         self._note_gone()
-        if self._following is not None:
-            self._following.cancel()
+        self._following.cancel()
 
     def dismiss(self, engine: int) -> None:
         """Called when this engine is lost. Others cannot continue if it still had to receive."""
