@@ -190,18 +190,38 @@ def test_the_eta_is_the_pace_of_recent_steps_without_the_first_which_compiles() 
     assert format_step(101, 200, ROW).endswith("eta -:--")
 
 
-def test_progress_goes_to_a_plain_stream_line_by_line() -> None:
-    stream = io.StringIO()
+@pytest.mark.parametrize(
+    ("step", "resume", "has_earlier", "lines"),
+    [
+        (0, "never", True, ["  the earlier run is kept in {replaced} until a step is done"]),
+        (0, "auto", False, ["  no complete checkpoint in {checkpoints}: starting from scratch"]),
+        (3, "auto", False, ["  resuming after step 3"]),
+        (
+            4,
+            "auto",
+            False,
+            ["  resuming after step 4", "  train.steps is 4: no step is left to do"],
+        ),
+    ],
+)
+def test_a_run_shows_where_it_starts_and_its_steps(
+    tmp_path: Path, step: int, resume: str, has_earlier: bool, lines: list[str]
+) -> None:
+    config = make_config(tmp_path, steps=4)
+    config = replace(config, run=replace(config.run, resume=resume))
+    folder, stream = RunDir(tmp_path), io.StringIO()
+    if has_earlier:
+        folder.replaced.mkdir()
+    for is_lead in (True, False):
+        display = ProgressDisplay(stream if is_lead else None)
+        with RunReporter.open(config, display, step, is_lead=is_lead) as journal:
+            if step < 4:
+                journal.step_done(step + 1, ROW)
+                lines = [*lines, format_step(step + 1, 4, ROW)] if is_lead else lines
+    places = {"replaced": folder.replaced, "checkpoints": folder.checkpoints}
 
-    with ProgressDisplay(stream) as display:
-        display.note("2 prompts")
-        display.begin_steps("run", 0, 2)
-        display.step_done(1, ROW)
-        display.note("engine policy-0 died")
-        display.step_done(2, ROW)
-
-    lines = stream.getvalue().splitlines()
-    assert [line[:8] for line in lines] == ["2 prompt", "step 1/2", "  engine", "step 2/2"]
+    assert stream.getvalue().splitlines() == [line.format(**places) for line in lines]
+    assert not folder.replaced.exists()
 
 
 class Watch:
@@ -441,7 +461,13 @@ def test_the_end_leaves_summary_plot_and_report(tmp_path: Path) -> None:
     assert state["settings"]["train.export"] is False
     assert "rollout.group_size" not in state["settings"]
     assert [row["step"] for row in recorded["api/metrics?from=0"]["rows"]] == [0, 1, 2, 3, 4, 4]
-    assert "held-out accuracy 0.250 before, 0.875 after" in closing_lines(summary)
+    assert closing_lines(summary) == [
+        f"done: 4 steps in {summary.wall_s:.1f} s with the start",
+        "held-out accuracy 0.250 before, 0.875 after",
+        "engines restarted: 1",
+        *(f"{name}: {path}" for name, path in summary.files.items()),
+    ]
+    assert list(summary.files) == ["metrics", "report", "plot"]
 
 
 def held_out(
@@ -502,10 +528,13 @@ def test_a_stopped_run_leaves_a_summary_only(tmp_path: Path) -> None:
     assert summary.accuracy_after is None
     assert json.loads((tmp_path / "summary.json").read_text())["stopped_by"] == "SIGTERM"
     assert not (tmp_path / "report.html").exists()
-    assert closing_lines(summary)[:2] == [
+    lines = [
         f"stopped by SIGTERM after 2 steps in {summary.wall_s:.1f} s with the start",
         "to resume, start the same command again with run.resume=auto",
+        f"metrics: {tmp_path / 'metrics.jsonl'}",
     ]
+    assert closing_lines(summary) == lines
+    assert closing_lines(replace(summary, steps=0))[1:] == lines[2:]
 
 
 def test_steps_of_an_earlier_start_do_not_count_in_the_time_of_this_one(tmp_path: Path) -> None:
