@@ -376,12 +376,20 @@ class TrainingRun:
         with span("evaluate", step=step), evaluating:
             result = self._engines.evaluate(step)
         if result is None:
+            self._note_lost(step)
             return
         row = self._reporter.evaluated(step, result, version, is_last=is_last)
         if self.config.train.keep_best_by is not None:
             self._checkpoints.finish()  # the evaluation's may be in progress
         if self._best and self._best.evaluated(self._checkpoints.path(self.step), row):
             self._display.note(f"the best checkpoint is that of step {self.step}")
+
+    def _note_lost(self, step: int) -> None:
+        is_last = step == self.config.train.total_steps
+        later = "repeats it" if is_last else "evaluates by train.eval_at_start"
+        self._display.note(
+            f"the evaluation after step {step} was not finished, and is lost: a resume {later}"
+        )
 
     def _is_due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
@@ -390,10 +398,7 @@ class TrainingRun:
         """Writes export, summary, plot and report."""
         self._stop.disarm()
         if self._evaluating is not None:
-            self._display.note(
-                f"the evaluation after step {self._evaluating[0]} was not finished, and is lost: a "
-                "resume evaluates by train.eval_at_start"
-            )
+            self._note_lost(self._evaluating[0])
         if seen_nbytes := self._gpu_memory.seen_nbytes:
             self._display.note("GPU memory, planned and (seen in the last step):")
             for line in self._plan.placement.table(self._plan.memory.columns(seen_nbytes)):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from pathlib import Path
 
 import pytest
-from test_lone_signals import REACH_LIMIT_S, check_stopped, held_run
+from test_lone_signals import REACH_LIMIT_S, check_stopped, held_run, stop_in
 from whole_runs import END_LIMIT_S
 
 from umbra.trainer.reporting.metrics_loggers import read_metrics
@@ -47,13 +46,24 @@ def test_training_continues_beside_an_evaluation_up_to_the_next_one(folder: Path
     assert all(share is not None and 0 <= share <= 1 for share in shares[:2])
 
 
-def test_a_stop_names_the_evaluation_that_it_does_not_wait_for(folder: Path) -> None:
-    settings = ("pool.mode=standalone", "train.eval_beside=true", "train.eval_every=1000")
+@pytest.mark.parametrize(
+    ("settings", "step", "later"),
+    [
+        (["train.eval_beside=true", "train.eval_every=4"], 0, "evaluates by train.eval_at_start"),
+        (["train.eval_at_start=false"], 2, "evaluates by train.eval_at_start"),
+        (["train.eval_at_start=false", "train.steps=2"], 2, "repeats it"),
+    ],
+)
+def test_a_stop_names_the_evaluation_that_it_cuts_off(
+    folder: Path, settings: list[str], step: int, later: str
+) -> None:
     (folder / "held").mkdir()
     (folder / "held" / "evaluation").touch()
-    with held_run(folder, *settings) as (run, _):
-        run.wait_for_step(2, 2 * REACH_LIMIT_S)
-        os.kill(run.pid_of("rank 1"), signal.SIGTERM)
+    with held_run(folder, "pool.mode=standalone", *settings) as (run, at):
+        if settings[0] == "train.eval_beside=true":
+            run.wait_for_step(2, 2 * REACH_LIMIT_S)
+        stop_in(run, at, "evaluation", signal.SIGTERM, rank=1)
         check_stopped(run, signal.SIGTERM)
 
-        assert "the evaluation after step 0 was not finished, and is lost" in run.output
+        lost = f"the evaluation after step {step} was not finished, and is lost: a resume {later}"
+        assert run.output.count(lost) == 1
