@@ -205,7 +205,7 @@ class ModelSection(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSection(Settings):
-    """`[data]`: prompts, as JSONL or Parquet, or on the hub.
+    """`[data]`: prompts, as JSON or Parquet, or on the hub.
 
     Attributes:
         train: File of prompts to train on, or the name of a data set on the hub, such as

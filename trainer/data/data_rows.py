@@ -1,10 +1,11 @@
-"""Reads data sets: JSONL (one object per line) or Parquet."""
+"""Reads data sets: JSON (one object per line, or one list of objects) or Parquet."""
 
 from __future__ import annotations
 
 import datetime
 import importlib
 import json
+import re
 import stat
 import sys
 from collections import Counter
@@ -19,8 +20,9 @@ from umbra.runtime.errors import DataError, how_to_install
 from umbra.runtime.rollout.prompts import TOO_DEEP, row_problem
 
 _PARQUET_SUFFIXES: Final = (".parquet", ".pq")
-_JSONL_SUFFIXES: Final = (".jsonl", ".json", ".ndjson")
-SUFFIXES: Final = _JSONL_SUFFIXES + _PARQUET_SUFFIXES
+_JSON_SUFFIXES: Final = (".jsonl", ".json", ".ndjson")
+_LIST: Final = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*(\{|$)")
+SUFFIXES: Final = _JSON_SUFFIXES + _PARQUET_SUFFIXES
 _BATCH_NUM_ROWS: Final = 1024
 """Rows of Parquet read at a time. Many more delay the first row, few make the others slower."""
 
@@ -37,7 +39,7 @@ def check_data_file(path: Path, key: str) -> None:
     except OSError as error:
         raise DataError(f"{key}: {path.absolute()} cannot be read: {error.strerror}") from error
     if stat.S_ISDIR(status.st_mode):
-        raise DataError(f"{key}: {path} is a folder; give one JSONL or Parquet file")
+        raise DataError(f"{key}: {path} is a folder; give one JSON or Parquet file")
     if path.suffix not in SUFFIXES:
         known = ", ".join(SUFFIXES)
         raise DataError(f"{key}: {path} ends in {path.suffix!r}; known formats end in {known}")
@@ -49,7 +51,7 @@ def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields (location, row) for each row of a data set; skips empty lines. Raises DataError, with
     the line, for a file that is unreadable or not of its suffix's format, or a row that cannot be
     written to a prompt file."""
-    read = _read_parquet if path.suffix in _PARQUET_SUFFIXES else _read_jsonl
+    read = _read_parquet if path.suffix in _PARQUET_SUFFIXES else _read_json
     try:
         for where, row in read(path):
             if problem := row_problem(row):
@@ -59,32 +61,41 @@ def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise DataError(f"data set {path} cannot be read: {error.strerror or error}") from error
 
 
-def _read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _read_json(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Of an object a line, or of one list of them, which is read at once."""
     with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
+        is_list = _LIST.match(file.readline()) is not None
+        file.seek(0)
+        for number, part in enumerate([file.read()] if is_list else file, 1):
+            if not part.strip():
                 continue
-            where = f"{path}, line {number}"
+            where = str(path) if is_list else f"{path}, line {number}"
             try:
-                row = _parse(line)
+                found = _parse(part)
             except (DataError, ValueError) as error:
                 raise DataError(f"{where}: {error}") from None
-            yield where, row
+            for idx, row in enumerate(cast("list[object]", found if is_list else [found]), 1):
+                where = f"{path}, row {idx}" if is_list else where
+                if not isinstance(row, dict):
+                    kind = type(row).__name__
+                    raise DataError(f"{where}: a {kind}, not an object of columns")
+                yield where, cast("dict[str, Any]", row)
 
 
-def _parse(line: bytes) -> dict[str, Any]:
-    """Raises ValueError, with the remedy, unless the line is a JSON object."""
+def _parse(part: bytes) -> Any:
+    """Raises ValueError, with the remedy, unless it is JSON."""
     try:
-        row = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_object)
+        return json.loads(part.decode("utf-8-sig"), object_pairs_hook=_object)
     except UnicodeDecodeError as error:
         raise ValueError(
             f"not UTF-8 text (byte 0x{error.object[error.start]:02x} at byte {error.start + 1}): "
             "convert the file to UTF-8"
         ) from None
     except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, " * (error.lineno > 1) + f"character {error.colno}"
         raise ValueError(
-            f"not JSON ({error.msg.removesuffix(' at')} at character {error.colno}); a .jsonl file "
-            "has one object a line"
+            f"not JSON ({error.msg.removesuffix(' at')} at {place}); a file has one object a line, "
+            "or is one list of objects"
         ) from None
     except RecursionError:
         raise ValueError(TOO_DEEP) from None
@@ -92,9 +103,6 @@ def _parse(line: bytes) -> dict[str, Any]:
         raise ValueError(
             f"an integer has more than {sys.get_int_max_str_digits()} digits: write it as text"
         ) from None
-    if not isinstance(row, dict):
-        raise ValueError(f"a {type(row).__name__}, not an object of columns")
-    return cast("dict[str, Any]", row)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -68,8 +68,8 @@ def prepare(data: DataSection, tokenizer: ModelTokenizer) -> list[dict[str, Any]
         ('{"prompt": "1", "a": {"b": 1, "c": 2, "b": 1}}', "2 values are named 'b': keep one"),
         ('{"prompt": "1", "id": [1]}', r"the id in column 'id' is a list; give text or a number"),
         ('{"prompt": "1", "id": null}', r"the id in column 'id' is a NoneType; give text or a"),
-        ('{"prompt": "1\0"}', r"not JSON \(Invalid control character at character 14\); a .jsonl"),
-        ("\0" * 100, r"not JSON \(Expecting value at character 1\); a .jsonl file has one object"),
+        ('{"prompt": "1\0"}', r"not JSON \(Invalid control character at character 14\); a file ha"),
+        ("\0" * 100, r"not JSON \(Expecting value at character 1\); a file has one object"),
         (
             b'{"prompt": "\xe9"}',
             r"not UTF-8 text \(byte 0xe9 at byte 13\): convert the file to UTF",
@@ -151,6 +151,23 @@ def test_columns_of_one_name_are_refused(tmp_path: Path) -> None:
 
     with pytest.raises(DataError, match=r"rows.parquet: 2 values are named 'prompt': keep one"):
         check_data(DataSection(train=tmp_path / "rows.parquet"))
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize("bom", ["", "\ufeff"])
+def test_a_file_may_be_one_list_of_objects(tmp_path: Path, indent: int | None, bom: str) -> None:
+    path = tmp_path / "rows.json"
+    rows: list[Any] = [{"prompt": "1", "of": [{"a": 1}]}, {"prompt": "2"}]
+
+    def read(items: list[Any], tail: str = "") -> list[tuple[str, dict[str, Any]]]:
+        path.write_text(bom + json.dumps(items, indent=indent) + tail, encoding="utf-8")
+        return list(read_rows(path))
+
+    assert read(rows, "\n") == [(f"{path}, row 1", rows[0]), (f"{path}, row 2", rows[1])]
+    with pytest.raises(DataError, match=r"rows.json, row 3: a int, not an object of columns"):
+        read([*rows, 3])
+    with pytest.raises(DataError, match=r"rows.json: not JSON \(Extra data at (line 13, )?cha"):
+        read(rows, "]")
 
 
 def test_json_of_a_parquet_file_is_what_it_stands_for(tmp_path: Path) -> None:
