@@ -193,9 +193,17 @@ def socket_root(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def secret_file(job: str, environ: Mapping[str, str] = os.environ) -> Path:
-    """File with the job's keys; outside the run directory, which is often shared."""
-    named = environ.get("UMBRA_SECRET_FILE")
-    return Path(named) if named else Path.home() / ".config" / "umbra" / "jobs" / job
+    """File with the job's keys; outside the run directory, which is often shared. Raises
+    ConfigError if the user has no home for it, as in a container with a user id of its own."""
+    if named := environ.get("UMBRA_SECRET_FILE"):
+        return Path(named)
+    try:
+        return Path.home() / ".config" / "umbra" / "jobs" / job
+    except RuntimeError:
+        raise ConfigError(
+            f"nodes that are linked need a file of keys, and user {os.getuid()} has no home "
+            "directory for it: set HOME, or UMBRA_SECRET_FILE to a path that all nodes share"
+        ) from None
 
 
 def is_secret_file_named(environ: Mapping[str, str] = os.environ) -> bool:

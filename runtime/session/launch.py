@@ -77,12 +77,17 @@ class NodeLaunch:
             self._job = f"{environment.run_id}-{owner_pid}"
             # Hosts may share a home directory, and a job of one node has a name on its host only.
             keys_name = f"{self._job}-{self.node_id}"
-        self.secret_file = secret_file(keys_name)
+        self._keys_name = keys_name
         self.socket_dir = socket_dir_path(self._job, self.node_id, socket_root())
         self.log_dir = config.run_dir / "logs"
         if environment.node_rank > 0 or environment.nodes_may_change:
             self.log_dir /= self.node_id  # the supervisor stays when rank 0 is elsewhere
         self.trace_dir = str((config.run_dir / "trace").absolute()) if config.trace else ""
+
+    @property
+    def secret_file(self) -> Path:
+        """The file of the job's keys, if it has some."""
+        return secret_file(self._keys_name)
 
     def start_supervisor(self) -> GuardianProcess:
         """Starts the guardian, which starts the supervisor. Call it inside `delayed_stops`."""

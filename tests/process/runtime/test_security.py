@@ -22,10 +22,12 @@ from raw_socket import receive_result
 from rpc_process import ActorProcess, short_folder
 from watching import tree
 
+from umbra.runtime.cluster.environment import TorchrunEnvironment
 from umbra.runtime.errors import ActorNotFound, ConfigError, ConnectionLost, UmbraError
 from umbra.runtime.rpc.curve_keys import CurveKeys, holding_keys, sweep_keys
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.rpc.wire import CALL, ActorRef
+from umbra.runtime.session.launch import NodeLaunch, SessionConfig
 from umbra.runtime.session.session import Session
 from umbra.runtime.testing.factories import SessionFactory
 
@@ -251,6 +253,20 @@ def test_a_file_that_holds_no_keys_is_refused_by_name(tmp_path: Path, content: b
 
     with pytest.raises(ConfigError, match=r"no job keys in .*keys"):
         CurveKeys.load(path)
+
+
+def test_only_keys_need_a_home_directory(
+    tmp_path: Path, socket_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UMBRA_SOCKET_ROOT", str(socket_root))
+    monkeypatch.delenv("UMBRA_SECRET_FILE", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 54321)  # as by docker run --user
+
+    node = NodeLaunch(SessionConfig(run_dir=tmp_path), TorchrunEnvironment.read({}))
+
+    with pytest.raises(ConfigError, match=r"user 54321 has no home .*: set HOME, or UMBRA_SECRET"):
+        _ = node.secret_file
 
 
 def test_the_keys_a_job_made_for_itself_go_with_it(
