@@ -385,7 +385,7 @@ class TrainSection(Settings):
         schedule: How the learning rate falls after warm-up, until the last step.
         warmup_steps: Steps over which the learning rate rises from near 0 to its peak.
         warmup_ratio: The same as a share of all steps, instead of `warmup_steps`.
-        min_lr_ratio: Share of the peak learning rate that is left at the last step.
+        min_lr_ratio: Share of the peak learning rate that is left after the last step.
         weight_decay: Decoupled weight decay of matrices.
         embedding_lr_ratio: Learning rate of embeddings and head as a multiple of `learning_rate`. A
             critic's new head has its whole rate.

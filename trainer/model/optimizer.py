@@ -32,13 +32,12 @@ def learning_rate_factor(
     """Share of the learning rate that optimizer step `step` (from 0) uses.
 
     It rises linearly over `warmup_steps`, the last of which has the full rate. Then "constant"
-    stays, and "linear" and "cosine" fall to `min_ratio` at the last step.
+    stays, and "linear" and "cosine" fall to `min_ratio`, which the step after the last would have:
+    with a ratio of 0 the last step would teach nothing. transformers does the same.
     """
     if step < warmup_steps:
         return (step + 1) / warmup_steps
-    last = max(total_steps - 1, 1)
-    falling = max(last - warmup_steps, 1)
-    progress = min(max(step - warmup_steps, 0) / falling, 1.0)
+    progress = min((step - warmup_steps) / max(total_steps - warmup_steps, 1), 1.0)
     match schedule:
         case "constant":
             return 1.0

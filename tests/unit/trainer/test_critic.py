@@ -375,9 +375,9 @@ def test_the_policy_s_schedule_begins_after_the_critic_s_warm_up(
     metrics = [step.run(batch_of(seed), seed) for seed in range(7)]
 
     rates = [row.get("train/learning_rate", 0.0) / config.train.learning_rate for row in metrics]
-    assert rates == pytest.approx([0, 0, 0.5, 1, 1, 0.5, 0])
+    assert rates == pytest.approx([0, 0, 0.5, 1, 1, 2 / 3, 1 / 3])
     rates = [row["critic/learning_rate"] / config.critic.learning_rate for row in metrics]
-    assert rates == pytest.approx([0.5, 1, 1, 0.75, 0.5, 0.25, 0])
+    assert rates == pytest.approx([0.5, 1, 1, 0.8, 0.6, 0.4, 0.2])
 
 
 def double(
