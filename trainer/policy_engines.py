@@ -36,6 +36,9 @@ _MEASURED_STEPS: Final = 2
 """Steps beside engines that sleep. The optimizer makes its state at the end of the first, so only
 the second has it beside activations."""
 
+_LEAN: Final = "training computes logits twice"
+_ASLEEP: Final = "engines sleep while the trainer computes"
+
 
 class TrainingRoom:
     """The memory of a rank's GPU for training steps, while engines keep some. Unlimited on the CPU.
@@ -103,11 +106,13 @@ class PolicyEngines:
         self._shortage = RunDir(config.run.dir).out_of_memory
         self._sleeps = SLEEPING_TAGS[config.pool.sleep]
         may_be_awake = self._is_hybrid and self._sleeps != ALL_TAGS
-        if may_be_awake and from_lead(mesh, self._shortage.exists):
-            self._sleeps = ALL_TAGS
+        if may_be_awake and (remedy := from_lead(mesh, self._recorded_remedy)):
+            self._give_up_logits()
+            if remedy == _ASLEEP:
+                self._sleeps = ALL_TAGS
             note(
-                "engines sleep while the trainer computes, because this run ran out of memory "
-                f"beside awake ones; remove {self._shortage} to let them stay awake again"
+                f"{remedy}, because this run ran out of memory beside awake engines; remove "
+                f"{self._shortage} to let it try again"
             )
         self._frees = ALL_TAGS  # in the next sleep and sync: all, until steps have been measured
         self._pool = session.pool(POOL)
@@ -183,18 +188,24 @@ class PolicyEngines:
                 self._frees = self._sleeps
             lacks = self._free()
             if self._policy.keeps_logits and any_rank(bool(lacks)):
-                self._policy.keeps_logits = False
-                self._room = TrainingRoom(self._mesh.device, self._lean_nbytes)
+                self._give_up_logits()
                 self._offload.release_cache()  # of kept logits, to be measured without
                 self._frees = ALL_TAGS  # until steps without kept logits have been measured
-                self._note(f"{first_text(lacks)}. From here on, it computes logits twice")
+                self._note(f"{first_text(lacks)}. From here on, {_LEAN}")
                 lacks = self._free()
             if self._sleeps != ALL_TAGS and any_rank(bool(lacks)):
                 self._sleeps = self._frees = ALL_TAGS
-                reason = first_text(lacks)
-                self._note(f"{reason}. From here on, engines sleep while the trainer computes")
+                self._note(f"{first_text(lacks)}. From here on, {_ASLEEP}")
                 self._free()
         self._offload.bring_back()
+
+    def _give_up_logits(self) -> None:
+        self._policy.keeps_logits = False
+        self._room = TrainingRoom(self._mesh.device, self._lean_nbytes)
+
+    def _recorded_remedy(self) -> str:
+        """What this run does since it last ran out of memory; "" if it did not."""
+        return self._shortage.read_text(encoding="utf-8") if self._shortage.exists() else ""
 
     def _free(self) -> str:
         """Makes engines free `_frees`, and returns what this rank then lacks (`TrainingRoom.lack`).
@@ -207,17 +218,18 @@ class PolicyEngines:
     @contextmanager
     def training_step(self) -> Generator[None]:
         """The ranks train in the block. One that runs out of memory leaves the others in a
-        collective, so the step is not repeated: the run ends, and engines sleep when it resumes."""
+        collective, so the step is not repeated: the run ends, and needs less when it resumes."""
         try:
             yield
         except RuntimeError as error:  # libraries have errors of their own for it
             is_short = lacks_gpu_memory(str(error))
             if not is_short or not self._is_hybrid or self._frees == ALL_TAGS:
                 raise
-            self._shortage.touch()
+            remedy = _LEAN if self._policy.keeps_logits else _ASLEEP
+            self._shortage.write_text(remedy, encoding="utf-8")
             raise UmbraError(
                 f"training ran out of memory beside engines that stayed awake: {error}. Resume the "
-                "run: from now on, its engines sleep while the trainer computes"
+                f"run: from now on, {remedy}"
             ) from error
         self._room.measure()
 

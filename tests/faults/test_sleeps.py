@@ -31,15 +31,17 @@ SETTINGS = [
 BOTH = "kv_cache, weights"
 
 
-def trained(folder: Path, *settings: str, **options: Any) -> tuple[list[float], list[Event], str]:
+def trained(
+    folder: Path, *settings: str, steps: int = STEPS, **options: Any
+) -> tuple[list[float], list[Event], str]:
     """The rewards of the steps, the timeline, and the output."""
-    with start_run(folder, *SETTINGS, f"train.steps={STEPS}", *settings, **options) as run:
+    with start_run(folder, *SETTINGS, f"train.steps={steps}", *settings, **options) as run:
         ended = run.wait()
     assert ended.status == 0, ended.output
     path = folder / "all.json.gz"
     assert main(["trace", str(run.run_dir), "-o", str(path)]) == 0
     rewards = [row["rollout/reward_mean"] for row in read_metrics(run.run_dir / "metrics.jsonl")]
-    assert len(rewards) == STEPS
+    assert len(rewards) == steps
     return rewards, read_timeline(path), ended.output
 
 
@@ -89,18 +91,30 @@ def test_an_awake_engine_that_dies_in_training_is_back_before_its_end(
     assert [row["rollout/reward_mean"] for row in rows] == rewards_asleep
 
 
-def test_a_run_that_ran_out_of_memory_resumes_with_engines_that_sleep(folder: Path) -> None:
+def test_a_run_that_runs_out_of_memory_resumes_without_kept_logits_and_then_beside_sleepers(
+    folder: Path,
+) -> None:
     _, events, output = trained(
         folder,
         "pool.sleep=none",
         "train.loss=odd_losses:lacks_memory_in_step_3",
         "train.checkpoint_every=1",
-        torchrun=("--standalone", "--max-restarts=1"),
+        steps=7,
+        program="short_trainer",
+        environ={"SHORT_AT": "99", "SHORT_KEEPS": "1"},
+        torchrun=("--standalone", "--max-restarts=2"),
     )
 
     assert "training ran out of memory beside engines that stayed awake" in output
-    assert output.count("because this run ran out of memory beside awake ones") == 1, output
-    assert freed(events) == [BOTH] * STEPS  # the third is that after the restart
+    because = "because this run ran out of memory beside awake engines"
+    lean, asleep = (
+        f"{remedy}, {because}"
+        for remedy in ("training computes logits twice", "engines sleep while the trainer computes")
+    )
+    assert (output.count(lean), output.count(asleep)) == (1, 1), output
+    assert output.index(lean) < output.index(asleep)
+    # Engines were awake in the third step of each process but the last, which no sleep began.
+    assert freed(events) == [BOTH] * 7
 
 
 def test_a_rank_without_room_makes_all_engines_sleep_from_then_on(
@@ -131,7 +145,7 @@ def test_ranks_give_up_kept_logits_before_engines_sleep(
     )
 
     assert rewards == rewards_asleep
-    first, second = "it computes logits twice", "engines sleep while the trainer computes"
+    first, second = "training computes logits twice", "engines sleep while the trainer computes"
     assert output.count(first) == output.count(second) == 1, output
     # The second lack, in the fifth step, is that of engines awake again.
     assert output.index(first) < output.index(second), output
