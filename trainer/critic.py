@@ -8,9 +8,13 @@ from typing import Final
 import numpy as np
 import torch
 
-from umbra.trainer.algorithms.advantages import normalize_over_batch
+from umbra.trainer.algorithms.advantages import (
+    gae,
+    normalize_over_batch,
+    rewards_at_ends,
+    value_loss,
+)
 from umbra.trainer.algorithms.base import LossMetric, LossOutput
-from umbra.trainer.algorithms.gae import gae, rewards_at_ends, value_loss
 from umbra.trainer.config.trainer_config import CriticSection, TrainSection
 from umbra.trainer.data.train_batch import (
     ADVANTAGES,

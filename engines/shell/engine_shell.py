@@ -8,11 +8,10 @@ from contextlib import AbstractContextManager, AsyncExitStack, aclosing, nullcon
 from typing import Any, ClassVar, Final, Generic, Self, TypeVar, cast
 
 from umbra.engines.shell.engine_core import Core, WeightUpdates
-from umbra.engines.shell.engine_gate import EngineGate
 from umbra.engines.shell.engine_requests import EngineRequests
 from umbra.runtime.engine_api.engine_protocol import EngineStats, PauseMode
 from umbra.runtime.engine_api.generation_request import GenerationRequest, parse_request
-from umbra.runtime.engine_api.lifecycle import ALL_TAGS, EngineState, SleepLevel, Tag
+from umbra.runtime.engine_api.lifecycle import ALL_TAGS, EngineGate, EngineState, SleepLevel, Tag
 from umbra.runtime.engine_api.token_deltas import DeltaColumns
 from umbra.runtime.errors import EngineError, WakeError, WeightSyncError
 from umbra.runtime.process.descendants import own_tree_nbytes

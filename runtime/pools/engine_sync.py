@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from umbra.runtime.engine_api.lifecycle import EngineState
-from umbra.runtime.engine_api.transports import Transport
+from umbra.runtime.engine_api.pool_settings import Transport
 from umbra.runtime.errors import UmbraError, WakeError, WeightSyncError
 from umbra.runtime.pools.pool_engine import PoolEngine
 from umbra.runtime.pools.sync_state import (

@@ -16,10 +16,11 @@ from umbra.runtime.engine_api.engine_names import FOLLOWER_TARGET, EngineName, e
 from umbra.runtime.engine_api.lora import check_lora_rank
 from umbra.runtime.engine_api.pool_settings import (
     OnUpdate,
+    TransportSetting,
+    allowed_transports,
     check_full_sync_every,
     check_staged_updates,
 )
-from umbra.runtime.engine_api.transports import TransportSetting, allowed_transports
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.pools.time_slicing import SlicingRules
 from umbra.runtime.settings import Count, Positive, Settings

@@ -10,7 +10,7 @@ from pkgutil import resolve_name
 from typing import Final
 
 from umbra.runtime.engine_api.lifecycle import EngineState
-from umbra.runtime.engine_api.transports import Transport
+from umbra.runtime.engine_api.pool_settings import Transport
 from umbra.runtime.errors import ProtocolError, WeightSyncError
 from umbra.runtime.pools.engine_sync import Lease, OpenedSync
 from umbra.runtime.pools.pool_engine import PoolEngine

@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from umbra.runtime.engine_api.transports import TRANSPORTS, TransportName
+from umbra.runtime.engine_api.pool_settings import TRANSPORTS, TransportName
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.weights.manifest import Extent, Manifest
 from umbra.runtime.weights.shards import (

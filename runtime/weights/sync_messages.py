@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Generic, Protocol, TypeVar, cast
 
-from umbra.runtime.engine_api.transports import TransportName
+from umbra.runtime.engine_api.pool_settings import TransportName
 from umbra.runtime.errors import DeadlineExceeded, ProtocolError, brief
 from umbra.runtime.settings import annotations_of
 

@@ -16,7 +16,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from umbra.runtime.engine_api.transports import Transport, TransportSetting, allowed_transports
+from umbra.runtime.engine_api.pool_settings import Transport, TransportSetting, allowed_transports
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.sync_messages import Region, SyncBegin, SyncGrant

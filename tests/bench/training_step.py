@@ -37,7 +37,7 @@ from qwen3_shapes import SHAPES, make_model
 
 from umbra.runtime.cluster.environment import TorchrunEnvironment
 from umbra.runtime.rollout.dispatch.trajectory import GroupShape
-from umbra.runtime.rollout.manager.batch_plan import plan_batch
+from umbra.runtime.rollout.manager.batch_answers import plan_batch
 from umbra.trainer.algorithms.base import load_loss
 from umbra.trainer.checkpoint.run_dir import VersionCounter
 from umbra.trainer.config.trainer_config import TrainSection

@@ -7,8 +7,8 @@ from typing import Final, Literal, NamedTuple, assert_never
 import torch
 from torch import Tensor
 
+from umbra.trainer.algorithms.advantages import sums_to_go
 from umbra.trainer.algorithms.base import LossInputs, LossMetric, LossOutput
-from umbra.trainer.algorithms.gae import sums_to_go
 from umbra.trainer.config.algorithm_names import LOSS_ARGS
 from umbra.trainer.config.trainer_config import TrainSection
 

@@ -28,12 +28,20 @@ from umbra.runtime.cluster.placement import Node
 from umbra.runtime.errors import DataError, UmbraError
 from umbra.runtime.process.nvml import gpu_sizes
 from umbra.runtime.terminal_text import escape_unprintable
+from umbra.trainer.config import setting_rules
 from umbra.trainer.config.config_file import load_any_config
 from umbra.trainer.config.launch_values import num_ranks
 from umbra.trainer.config.sft_config import SftConfig
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.data.hub_paths import with_local_paths
-from umbra.trainer.doctor.node_checks import HUB, NodeChecks, Verdict, not_checked, verdict_of
+from umbra.trainer.doctor.node_checks import (
+    HUB,
+    NodeChecks,
+    Verdict,
+    not_checked,
+    open_files,
+    verdict_of,
+)
 from umbra.trainer.doctor.rank_checks import (
     MEETING_LIMIT_S,
     check_clocks,
@@ -43,8 +51,9 @@ from umbra.trainer.doctor.rank_checks import (
     check_peer_access,
     nodes_met,
 )
-from umbra.trainer.doctor.sft_checks import SftChecks
 from umbra.trainer.services.chosen_settings import with_chosen_settings
+from umbra.trainer.sft.row_preparation import read_rows, summary_of
+from umbra.trainer.sft.sft_command import check_sft_setup
 from umbra.trainer.world.mesh import usable_gpus
 
 _dist: Final[Any] = torch.distributed
@@ -243,3 +252,43 @@ def _conclude(verdicts: Sequence[Verdict]) -> int:
     else:
         print("all is well", flush=True)
     return int(num_failed > 0)
+
+
+class SftChecks(NodeChecks):
+    """The checks of one node for fine-tuning, which has neither engines nor user code. `base` is
+    the config as RL training would have it, with local paths."""
+
+    def __init__(
+        self, config: SftConfig, base: TrainerConfig, environment: TorchrunEnvironment
+    ) -> None:
+        on_gpu = base.train.device != "cpu" and bool(usable_gpus())
+        if base.model.dtype == "auto":
+            dtype = "bfloat16" if on_gpu else "float32"
+            base = replace(base, model=replace(base.model, dtype=dtype))
+        super().__init__(base, environment, (), ())
+        self._sft = config.with_paths_of(base)
+
+    def make(self) -> Iterator[Verdict]:
+        yield from self._versions()
+        yield self._verdict("setup", self._setup, after=self._hub("model", "data"))
+        yield self._verdict("rows", self._rows, after="setup")
+        warnings = {"rows": self._data_warnings, "settings": setting_rules.warnings(self._sft)}
+        for check, texts in warnings.items():
+            yield from (Verdict(check, "warning", text) for text in texts)
+        if self._environment.node_rank == 0:
+            yield self._verdict("run lock", self._run_lock, after="setup")
+        yield self._verdict("disk space", self._disk_space, after="setup")
+        yield verdict_of("open files", open_files)
+        yield verdict_of("GPUs", self._gpus)
+
+    def _setup(self) -> str:
+        """All that a run checks on each rank before it starts anything."""
+        check_sft_setup(self._sft, self._environment)
+        batch, num_ranks = self._sft.sft.batch_size, self._environment.world_size
+        return f"{self._sft.model.path}, {batch} rows a step for {num_ranks} ranks"
+
+    def _rows(self) -> str:
+        warnings = list[str]()
+        rows = read_rows(self._sft, warnings.append)
+        self._data_warnings = warnings
+        return summary_of(rows)

@@ -33,7 +33,7 @@ from umbra.runtime.cluster.job_nodes import (
     own_address,
 )
 from umbra.runtime.cluster.socket_dir import FD_SOCKET, SocketDir
-from umbra.runtime.engine_api.transports import allowed_transports
+from umbra.runtime.engine_api.pool_settings import allowed_transports
 from umbra.runtime.errors import ConfigError, JobFailed
 from umbra.runtime.process.nvml import gpu_sizes
 from umbra.runtime.rpc.curve_keys import CurveKeys

@@ -25,7 +25,7 @@ from pydantic_core import from_json
 from umbra.runtime.actor.actor_spec import actor_context, idempotent
 from umbra.runtime.errors import first_leaf
 from umbra.runtime.http_listening import is_own_name, listen, own_names
-from umbra.runtime.rollout.dispatch.operator_messages import OperatorMessages
+from umbra.runtime.rollout.dispatch.generator import OperatorMessages
 from umbra.runtime.settings import from_wire
 from umbra.trainer.serving.choice import Step, collect
 from umbra.trainer.serving.openai_messages import (

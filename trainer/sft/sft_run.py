@@ -13,7 +13,7 @@ import torch
 from umbra.runtime.cluster.environment import TorchrunEnvironment
 from umbra.runtime.rollout.dispatch.trajectory import GroupShape
 from umbra.runtime.rollout.manager.admission import PromptOrder
-from umbra.runtime.rollout.manager.batch_plan import plan_batch
+from umbra.runtime.rollout.manager.batch_answers import plan_batch
 from umbra.runtime.rollout.rollout_config import BatchLayout
 from umbra.runtime.tracing.spans import span
 from umbra.trainer.algorithms.base import LossMetric, LossOutput

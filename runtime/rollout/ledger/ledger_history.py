@@ -7,7 +7,7 @@
 The first frame of a file is a header; the others are compressed by zlib. The header lists every
 earlier file with its valid length at that time. Bytes that an older incarnation wrote later (its
 process was stopped and continued) are not part of the history. The newest file with a header
-decides; the oldest ones may have been removed (`ledger_retention.py`). Reading raises LedgerError
+decides; the oldest ones may have been removed (`index_part.py`). Reading raises LedgerError
 for files that are damaged, truncated, missing or of another format.
 """
 

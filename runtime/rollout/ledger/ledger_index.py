@@ -22,7 +22,16 @@ from pathlib import Path
 from typing import Any, Final
 
 from umbra.runtime.errors import LedgerError
-from umbra.runtime.rollout.ledger.index_part import BadIndexError, IndexPart, Life
+from umbra.runtime.rollout.ledger.index_part import (
+    BadIndexError,
+    IndexPart,
+    KeptSamples,
+    Life,
+    digest_of,
+    read_kept,
+    remove_logs,
+    write_kept,
+)
 from umbra.runtime.rollout.ledger.ledger_events import Batch, Restored
 from umbra.runtime.rollout.ledger.ledger_history import (
     History,
@@ -31,13 +40,6 @@ from umbra.runtime.rollout.ledger.ledger_history import (
     header_of,
     kept_path,
     read_history,
-)
-from umbra.runtime.rollout.ledger.ledger_retention import (
-    KeptSamples,
-    digest_of,
-    read_kept,
-    remove_logs,
-    write_kept,
 )
 from umbra.runtime.rollout.ledger.sample_accounts import SampleContent, SampleState, read_contents
 from umbra.runtime.rollout.ledger.sample_story import story_of
@@ -252,7 +254,7 @@ class LedgerIndex:
     def remove_oldest(
         self, keep_nbytes: float, needed: Position, max_parts: int = sys.maxsize
     ) -> None:
-        """Removes logs of at most `max_parts` of the oldest parts, as `ledger_retention` says. The
+        """Removes logs of at most `max_parts` of the oldest parts, as `index_part` says. The
         newest `keep_nbytes` stay, and so does everything from `needed` on, where a start of the
         manager may begin to read. Raises OSError if a file cannot be removed."""
         begins = self._begins

@@ -23,7 +23,7 @@ from umbra.runtime.rollout.agents.agent_sessions import AgentSessions
 from umbra.runtime.rollout.agents.worker_pool import WorkerPool
 from umbra.runtime.rollout.dispatch.dispatcher import Dispatcher
 from umbra.runtime.rollout.dispatch.engine_fleet import Fleet
-from umbra.runtime.rollout.dispatch.operator_messages import OperatorMessages
+from umbra.runtime.rollout.dispatch.generator import OperatorMessages
 from umbra.runtime.rollout.dispatch.pool_load import PoolLoad
 from umbra.runtime.rollout.dispatch.router import Router
 from umbra.runtime.rollout.ledger.ledger_events import Restored

@@ -4,7 +4,7 @@
                        |            |
                        +------------+--> dropped, with a reason; the next prompt takes its place
 
-Generation continues across steps as far as the staleness bound allows; see `staleness`.
+Generation continues across steps as far as `StalenessBound` allows.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from umbra.runtime.errors import RewardError, RolloutError, UmbraError
 from umbra.runtime.rollout.dispatch.dispatcher import Dispatcher
 from umbra.runtime.rollout.dispatch.trajectory import NOT_GENERATED, Group, tokens_by_version
 from umbra.runtime.rollout.ledger.recorder import Recorder
-from umbra.runtime.rollout.manager.admission import Admission
+from umbra.runtime.rollout.manager.admission import Admission, StalenessBound, VersionSteps
 from umbra.runtime.rollout.manager.dropped_groups import FailedGroups, ZeroVarianceGroups
 from umbra.runtime.rollout.manager.group_recovery import Recovered
 from umbra.runtime.rollout.manager.group_runner import GroupRunner
-from umbra.runtime.rollout.manager.staleness import StalenessBound, VersionSteps
 from umbra.runtime.rollout.rollout_config import RolloutSettings
 from umbra.runtime.tracing.spans import gauge, past_span
 

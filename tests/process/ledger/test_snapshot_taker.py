@@ -25,8 +25,7 @@ from umbra.runtime.rollout.ledger.ledger_log import LedgerLog
 from umbra.runtime.rollout.ledger.ledger_snapshot import read_content, snapshots_of
 from umbra.runtime.rollout.ledger.ledger_writer import LedgerWriter
 from umbra.runtime.rollout.ledger.recorder import Recorder
-from umbra.runtime.rollout.ledger.snapshot_process import SnapshotProcess
-from umbra.runtime.rollout.ledger.snapshot_taker import SnapshotTaker
+from umbra.runtime.rollout.ledger.snapshot_taker import SnapshotProcess, SnapshotTaker
 
 pytestmark = pytest.mark.process
 

@@ -21,8 +21,7 @@ from rank_programs import Arrays
 from torch import Tensor
 
 from umbra.runtime.testing.distributed_world import DistributedWorld
-from umbra.trainer.model.muon import orthogonal
-from umbra.trainer.model.optimizer import parameter_kinds
+from umbra.trainer.model.optimizer import orthogonal, parameter_kinds
 
 pytestmark = [pytest.mark.process]
 

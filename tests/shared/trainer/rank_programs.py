@@ -26,7 +26,7 @@ from whole_model import load_whole_model
 
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.rollout.dispatch.trajectory import GroupShape
-from umbra.runtime.rollout.manager.batch_plan import plan_batch
+from umbra.runtime.rollout.manager.batch_answers import plan_batch
 from umbra.runtime.settings import to_wire
 from umbra.trainer.algorithms.advantages import normalize_over_batch
 from umbra.trainer.algorithms.base import LossInputs, LossMetric, LossOutput, load_loss

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from umbra.engines.embedded import sampler
 from umbra.engines.embedded.sampler import sample, uniforms
-from umbra.engines.shell.engine_gate import EngineGate
 from umbra.runtime.engine_api import kept_tokens
 from umbra.runtime.engine_api.kept_tokens import Truncation, lowest_kept
+from umbra.runtime.engine_api.lifecycle import EngineGate
 from umbra.runtime.errors import IllegalTransition
 
 

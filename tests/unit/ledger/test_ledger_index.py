@@ -19,7 +19,7 @@ from test_ledger_state import Ledgers
 
 from umbra.runtime.errors import LedgerError
 from umbra.runtime.rollout.ledger import ledger_frames
-from umbra.runtime.rollout.ledger.index_part import IndexPart
+from umbra.runtime.rollout.ledger.index_part import IndexPart, digest_of
 from umbra.runtime.rollout.ledger.ledger_events import (
     Checkpoint,
     Dropped,
@@ -36,7 +36,6 @@ from umbra.runtime.rollout.ledger.ledger_events import (
 from umbra.runtime.rollout.ledger.ledger_history import Position, read_history
 from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
 from umbra.runtime.rollout.ledger.ledger_log import LedgerLog
-from umbra.runtime.rollout.ledger.ledger_retention import digest_of
 from umbra.runtime.rollout.ledger.sample_accounts import SampleState
 from umbra.runtime.rollout.ledger.sample_table import SampleRow
 

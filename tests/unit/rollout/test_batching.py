@@ -11,8 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from umbra.runtime.rollout.dispatch.trajectory import GroupShape
-from umbra.runtime.rollout.manager import batch_plan
-from umbra.runtime.rollout.manager.batch_plan import RankPlan, plan_batch
+from umbra.runtime.rollout.manager import batch_answers
+from umbra.runtime.rollout.manager.batch_answers import RankPlan, plan_batch
 
 GROUPS = st.lists(
     st.builds(
@@ -169,7 +169,7 @@ def test_planning_takes_a_few_steps_for_each_sample_however_large_the_groups(
         return run
 
     steps = {name: counted(getattr(heapq, name)) for name in ("heappush", "heappop", "heapreplace")}
-    monkeypatch.setattr(batch_plan, "heapq", SimpleNamespace(**steps))
+    monkeypatch.setattr(batch_answers, "heapq", SimpleNamespace(**steps))
 
     plan_batch(_lognormal(4, 256, 4000), world_size=8, max_tokens_per_micro_batch=cap)
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from umbra.runtime.errors import RewardError, RolloutError, UmbraError
 from umbra.runtime.rollout.dispatch.trajectory import Group, Trajectory
 from umbra.runtime.rollout.ledger.recorder import Recorder
+from umbra.runtime.rollout.manager.admission import StalenessBound, VersionSteps
 from umbra.runtime.rollout.manager.group_recovery import Recovered
 from umbra.runtime.rollout.manager.group_runner import GroupOwner
-from umbra.runtime.rollout.manager.staleness import StalenessBound, VersionSteps
 from umbra.runtime.rollout.manager.training_flow import TrainingFlow
 from umbra.runtime.rollout.prompts import Prompt
 from umbra.runtime.rollout.rollout_config import RolloutSettings, SamplingOptions

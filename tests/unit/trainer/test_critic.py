@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from training_models import listed, make_model, save_model
 
 from umbra.runtime.errors import UmbraError
-from umbra.trainer.algorithms.gae import gae, rewards_at_ends, sums_to_go, value_loss
+from umbra.trainer.algorithms.advantages import gae, rewards_at_ends, sums_to_go, value_loss
 from umbra.trainer.algorithms.losses import clipped_loss
 from umbra.trainer.config.algorithm_names import ADVANTAGE_ESTIMATORS, TOKEN_ADVANTAGES
 from umbra.trainer.config.trainer_config import CriticSection, LoraSection, TrainSection

@@ -27,7 +27,7 @@ from umbra.runtime.rollout.ledger.ledger_history import ledger_folder
 from umbra.runtime.rollout.ledger.ledger_log import LedgerLog
 from umbra.runtime.rollout.prompts import write_prompts
 from umbra.runtime.rollout.rollout_config import BatchLayout
-from umbra.trainer.replay.ledger_batches import LedgerBatches
+from umbra.trainer.replay.replay_run import LedgerBatches
 
 ALL = uids_of(0, 1, 2, 3)
 EVENTS: list[Event] = [

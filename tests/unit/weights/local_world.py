@@ -21,7 +21,7 @@ from torch import Tensor
 
 from umbra.engines.embedded.weight_receiver import WeightReceiver
 from umbra.runtime.engine_api.lifecycle import EngineLifecycle, EngineState, SleepLevel
-from umbra.runtime.engine_api.transports import TRANSPORTS
+from umbra.runtime.engine_api.pool_settings import TRANSPORTS
 from umbra.runtime.errors import EngineUnhealthy, UmbraError
 from umbra.runtime.pools.pool_engine import PoolEngine
 from umbra.runtime.pools.pool_spec import SyncSettings

@@ -11,7 +11,7 @@ import pytest
 import torch
 from local_world import LocalSupervisor, ThreadEngine, empty_like, local_pool
 
-from umbra.runtime.engine_api.transports import TRANSPORTS, TransportName, allowed_transports
+from umbra.runtime.engine_api.pool_settings import TRANSPORTS, TransportName, allowed_transports
 from umbra.runtime.pools.pool_spec import SyncSettings
 from umbra.runtime.session.weight_publisher import WeightPublisher
 from umbra.runtime.weights.exports.export_plan import ExportPlan
