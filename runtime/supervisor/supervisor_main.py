@@ -117,8 +117,9 @@ async def serve(config: SupervisorConfig, ready_fd: int, guardian_pid: int) -> N
                     tcp_endpoint = server.bind(socket, endpoint_at(config.tcp_host, "*"))
                 except zmq.ZMQError as error:
                     raise ConfigError(
-                        f"cannot listen on tcp_host {config.tcp_host!r}: {error.strerror}; "
-                        "use an address of this host that the other nodes can reach"
+                        f"cannot listen on {config.tcp_host!r}: {error.strerror}; set "
+                        "UMBRA_HOST_ADDRESS (tcp_host of a session) to an address of this host "
+                        "that the other nodes can reach"
                     ) from error
             os.write(ready_fd, json.dumps({"tcp_endpoint": tcp_endpoint}).encode() + b"\n")
             os.close(ready_fd)

@@ -286,7 +286,7 @@ def test_the_keys_a_job_made_for_itself_go_with_it(
 def test_an_address_this_host_does_not_have_is_named(
     umbra_session_factory: SessionFactory,
 ) -> None:
-    with pytest.raises(UmbraError, match=r"tcp_host.*203\.0\.113\.7"):
+    with pytest.raises(UmbraError, match=r"on '203\.0\.113\.7': .*set UMBRA_HOST_ADDRESS"):
         umbra_session_factory(tcp_host="203.0.113.7")
 
 
