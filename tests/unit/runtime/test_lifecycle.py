@@ -242,30 +242,6 @@ def test_the_table_covers_every_state() -> None:
     assert ALLOWED.keys() == PATHS.keys()
 
 
-def test_an_engine_with_weights_of_its_own_serves_them_in_every_incarnation() -> None:
-    sleeps_and_wakes = [
-        call("pause"),
-        call("sleep", 1),
-        call("wake", BOTH),
-        call("woken"),
-        call("resume"),
-    ]
-
-    first = after([call("started", 0), *sleeps_and_wakes])
-    second = after(
-        [
-            call("started", 0),
-            call("died"),
-            call("restart"),
-            call("started", 0),
-            *sleeps_and_wakes,
-        ]
-    )
-
-    assert str(first) == str(second) == "SERVING(0)"
-    assert catch_up({"judge": after([call("started", 0)])}, 7, ranks_waiting=True) == []
-
-
 def test_an_illegal_request_names_state_and_event() -> None:
     with pytest.raises(EngineError, match=r"resume is not allowed in state ASLEEP\(2\)"):
         after(PATHS["ASLEEP_2"]).resume()
@@ -293,3 +269,5 @@ def test_catch_up_waits_for_the_ranks_and_a_first_version() -> None:
     assert catch_up(lifecycles, current_version=7, ranks_waiting=False) == []
     assert catch_up(lifecycles, current_version=None, ranks_waiting=True) == []
     assert catch_up(lifecycles, current_version=0, ranks_waiting=True) == ["a"]
+    own_weights = {"judge": after([call("started", 0)])}
+    assert catch_up(own_weights, current_version=7, ranks_waiting=True) == []
