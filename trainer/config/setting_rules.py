@@ -102,6 +102,14 @@ def _rules(config: TrainerConfig | SftConfig) -> tuple[Rule, ...]:
     return SFT_RULES if isinstance(config, SftConfig) else RULES
 
 
+def _refused(condition: str, text: str) -> Rule:
+    return Rule("error", condition, text)
+
+
+def _warned(condition: str, text: str) -> Rule:
+    return Rule("warning", condition, text)
+
+
 def _unused(condition: str, remedy: str, *names: str) -> Iterator[Rule]:
     """Warns about settings that differ from their defaults and are not used."""
     for name in names:
@@ -119,20 +127,17 @@ _NO_EMBEDDINGS: Final = (
     "model.lora.rank > 0 and not {'embed_tokens', 'lm_head'}.intersection(model.lora.targets)"
 )
 _OPTIMIZATION: Final = (
-    Rule(
-        "error",
+    _refused(
         "any(map(is_of_experts, model.lora.targets)) and model.lora.rank % 8 > 0",
         "the product of many experts at once needs a rank that is a multiple of 8: use one",
     ),
-    Rule(
-        "warning",
+    _warned(
         "train.ema > 0 and train.steps is not None "
         "and (1 - train.ema) * train.steps * train.mini_batches * train.updates_per_batch < 1",
         "the average is over more optimizer steps than the run has, and most of it stays with the "
         "starting weights: use a smaller train.ema",
     ),
-    Rule(
-        "warning",
+    _warned(
         "train.skip_nonfinite > 0 and train.steps is not None "
         "and train.skip_nonfinite >= train.steps",
         "a run whose gradients are never finite skips all steps: use fewer than the run has",
@@ -144,18 +149,15 @@ _OPTIMIZATION: Final = (
         "model.lora.targets",
         "model.lora.rslora",
     ),
-    Rule(
-        "error",
+    _refused(
         "(train.steps is None) == (train.epochs is None)",
         "the length of a run is given by one of the two: set it, and leave the other out",
     ),
-    Rule(
-        "error",
+    _refused(
         "train.warmup_steps > 0 and train.warmup_ratio > 0",
         "the warm-up is given by one of the two: leave the other out",
     ),
-    Rule(
-        "warning",
+    _warned(
         "train.warmup_steps > 0 and train.steps is not None and train.warmup_steps >= train.steps",
         "the learning rate rises until the run ends: use fewer steps of warm-up",
     ),
@@ -182,8 +184,7 @@ _OPTIMIZATION: Final = (
         "train.betas",
         "train.eps",
     ),
-    Rule(
-        "warning",
+    _warned(
         # Most weights of a language model are about 0.02, with which they are initialised.
         "model.master_dtype == 'bfloat16' and train.learning_rate < 0.02 / 512",
         "bfloat16 rounds a change below 1/512 of a weight to nothing, so that most weights stay as "
@@ -202,52 +203,44 @@ _DATA: Final = (
 
 RULES: Final = (
     # rollouts
-    Rule(
-        "error",
+    _refused(
         "rollout.temperature == 0",
         "greedy completions of a prompt are all the same: set it above 0",
     ),
-    Rule(
-        "error",
+    _refused(
         "0 < min(rollout.temperature, eval.temperature or 1) < min_temperature(pool.engine)",
         "the engine cannot sample so close to 0: use 0.01 or more",
     ),
-    Rule(
-        "error",
+    _refused(
         "not truncates_logprobs(pool.engine) and (rollout.top_p < 1 or rollout.top_k > 0)",
         "this engine samples from a part of the distribution and reports the logprobs of all of "
         "it: use pool.engine = 'vllm', or leave rollout.top_p and rollout.top_k out",
     ),
-    Rule(
-        "warning",
+    _warned(
         "(rollout.top_p < 1 or rollout.top_k > 0) and "
         "(rollout.max_staleness > 0 or train.updates_per_batch > 1 or train.mini_batches > 1)",
         "the trainer scores tokens among those that its own weights keep, and after an update "
         "these are not quite the ones that were sampled from: leave rollout.top_p and "
         "rollout.top_k out, or use the defaults of the others",
     ),
-    Rule(
-        "error",
+    _refused(
         "rollout.group_size == 1 and rollout.drop_zero_variance_groups",
         "every group would be dropped, because a single completion has one reward: set one of the "
         "two differently",
     ),
-    Rule(
-        "error",
+    _refused(
         "rollout.group_size < 2 and train.advantage in ADVANTAGE_ESTIMATORS "
         "and train.advantage not in ('gae', 'reinforce', 'none')",
         "advantages compare the completions of one prompt; that of a single one is always 0: "
         "set rollout.group_size to 2 or more, or use train.advantage = "
         "'gae', or 'reinforce' with train.advantage_norm = 'batch'",
     ),
-    Rule(
-        "warning",
+    _warned(
         "rollout.max_staleness > 0 and pool.mode == 'hybrid'",
         "engines pause while the trainer works, so little is generated ahead: use pool.mode = "
         "'standalone', or rollout.max_staleness = 0",
     ),
-    Rule(
-        "warning",
+    _warned(
         "rollout.max_staleness > 0 and train.loss == 'clipped'",
         "tokens of older weights may be clipped before the first update: use train.loss = "
         "'decoupled'",
@@ -258,31 +251,26 @@ RULES: Final = (
         "rollout.agent_concurrency",
         "rollout.agent_retries",
     ),
-    Rule(
-        "error",
+    _refused(
         "reward.function is not None and bool(reward.functions)",
         "set reward.function, or reward.functions for several",
     ),
-    Rule(
-        "error",
+    _refused(
         "reward.function is None and not reward.functions and train.advantage != 'none'",
         "set reward.function, or reward.functions for several; training by a teacher alone needs "
         "none, with train.advantage = 'none'",
     ),
-    Rule(
-        "error",
+    _refused(
         "reward.function is None and not reward.functions "
         "and (data.eval is not None or bool(eval.sets))",
         "held-out completions would all get a reward of 0: set reward.function, or leave data.eval "
         "out",
     ),
-    Rule(
-        "error",
+    _refused(
         "reward.overlong_buffer > rollout.max_new_tokens",
         "the penalty would begin before the first token: use at most rollout.max_new_tokens",
     ),
-    Rule(
-        "warning",
+    _warned(
         "reward.overlong_buffer > 0 and train.mask_truncated",
         "completions with the whole penalty are not trained on: leave one of the two out",
     ),
@@ -292,27 +280,23 @@ RULES: Final = (
         "reward.overlong_penalty",
     ),
     # the loss
-    Rule(
-        "error",
+    _refused(
         "train.loss == 'gspo' and (train.kl_in_reward or train.teacher_kl_coef > 0 "
         "or train.advantage in TOKEN_ADVANTAGES)",
         "GSPO gives all tokens of a completion one advantage, and one of these is a token's: use "
         "another train.loss, or leave it out",
     ),
-    Rule(
-        "warning",
+    _warned(
         "train.loss == 'gspo' and train.loss_aggregation != 'sequence'",
         "GSPO gives every sample the same weight: use train.loss_aggregation = 'sequence'",
     ),
-    Rule(
-        "warning",
+    _warned(
         # GSPO's authors clip below 0.001.
         "train.loss == 'gspo' and max(train.clip_eps_low, train.clip_eps_high) > 0.01",
         "the ratio of a whole sample stays so close to 1 that nothing is clipped: use "
         "train.clip_eps_low = 3e-4 and train.clip_eps_high = 4e-4",
     ),
-    Rule(
-        "warning",
+    _warned(
         "train.clip_eps_low == train.clip_eps_high == 0 and train.loss in LOSSES "
         "and train.loss not in ('cispo', 'sapo')",
         "any difference between the engines' logprobs and the trainer's clips a token: set both "
@@ -339,31 +323,26 @@ RULES: Final = (
         "train.clip_eps_low",
         "train.clip_eps_high",
     ),
-    Rule(
-        "warning",
+    _warned(
         "rollout.drop_zero_variance_groups and train.advantage in ('gae', 'reinforce')",
         "without the group's mean, groups of equal rewards teach, too: leave one of the two out",
     ),
-    Rule(
-        "warning",
+    _warned(
         "train.advantage == 'reinforce' and train.advantage_norm == 'none'",
         "nothing is compared with anything, so that rewards of 0 and 1 can only raise "
         "probabilities: use train.advantage_norm = 'batch'",
     ),
-    Rule(
-        "error",
+    _refused(
         "train.advantage == 'gdpo' and len(reward.functions) + (reward.overlong_buffer > 0) < 2",
         "GDPO normalizes several rewards apart: name them in reward.functions, or use "
         "train.advantage = 'grpo'",
     ),
-    Rule(
-        "warning",
+    _warned(
         "train.advantage == 'gdpo' and train.advantage_norm == 'none'",
         "the size of the sum of normalized rewards grows with their number: use "
         "train.advantage_norm = 'batch', as the paper does",
     ),
-    Rule(
-        "error",
+    _refused(
         "0 < train.dual_clip <= 1",
         "it bounds ratios, which are 1 where nothing has changed: use a number above 1, such as 3, "
         "or 0 for no bound",
@@ -373,8 +352,7 @@ RULES: Final = (
         "use train.loss = 'clipped', 'decoupled' or 'gspo'",
         "train.dual_clip",
     ),
-    Rule(
-        "error",
+    _refused(
         "train.loss in LOSSES and not takes_args(train.loss, train.loss_args)",
         "of umbra's losses only 'sapo' takes arguments, numbers above 0 by the names tau_positive "
         "and tau_negative",
@@ -386,133 +364,110 @@ RULES: Final = (
         "train.reference_every",
         "train.kl_estimator",
     ),
-    Rule(
-        "warning",
+    _warned(
         "train.kl_in_reward and train.kl_estimator != 'k3'",
         "in the reward the estimator is k1, and the setting changes only what "
         "train/reference_kl logs: leave train.kl_estimator out",
     ),
     # the critic
-    Rule(
-        "error",
+    _refused(
         "train.advantage != 'gae' and critic != NO_CRITIC",
         "nothing would train a critic: use train.advantage = 'gae', or leave [critic] out",
     ),
-    Rule(
-        "error",
+    _refused(
         "critic.path is not None and model.lora.rank > 0",
         "the adapters of a checkpoint belong to one base model, which is the policy's: leave "
         "critic.path out",
     ),
-    Rule(
-        "error",
+    _refused(
         "train.advantage == 'gae' and {*model.lora.targets} == {'lm_head'}",
         "a critic has another head, and would get no adapters: name more layers",
     ),
-    Rule(
-        "error",
+    _refused(
         "train.steps is not None and critic.warmup_steps >= train.steps",
         "the policy would never be trained: use fewer steps of warm-up than the run has",
     ),
-    Rule(
-        "warning",
+    _warned(
         "train.steps is not None "
         "and 0 < train.steps - critic.warmup_steps <= train.warmup_steps < train.steps",
         "the policy's warm-up begins after the critic's, and its learning rate rises until the run "
         "ends: use fewer steps of either",
     ),
     # LoRA
-    Rule(
-        "error",
+    _refused(
         "model.lora.rank > max_lora_rank(pool.engine)",
         "this engine cannot load adapters of that rank from a sync: 'embedded' and 'sglang' load "
         "any, 'vllm' up to 512, and 'echo' none: use another engine, or another model.lora.rank",
     ),
-    Rule(
-        "error",
+    _refused(
         "model.lora.rank > 0 and any(map(is_of_experts, model.lora.targets)) "
         "and pool.engine != 'vllm'",
         "only vLLM loads adapters of experts from a sync: use pool.engine = 'vllm', or leave these "
         "out",
     ),
-    Rule(
-        "error",
+    _refused(
         "model.lora.rank > 0 and {'embed_tokens', 'lm_head'}.intersection(model.lora.targets) "
         "and pool.engine == 'sglang' and 'lora_target_modules' not in pool.engine_args",
         "SGLang makes room for adapters of linear layers in decoder blocks alone: name all targets "
         "in pool.engine_args.lora_target_modules, or use pool.engine = 'vllm'",
     ),
-    Rule(
-        "error",
+    _refused(
         "model.lora.rank > 0 and train.reference_every > 0",
         "the reference model is the one without adapters, and no second one is kept: leave "
         "train.reference_every out",
     ),
-    Rule(
-        "error",
+    _refused(
         "model.lora.rank > 0 and bool(pool.lora_adapters)",
         "a request has one adapter, which is the trained one: leave pool.lora_adapters out",
     ),
-    Rule(
-        "warning",
+    _warned(
         "model.lora.rank > 0 and pool.staged_updates",
         "adapters are small, and are loaded at once: leave pool.staged_updates out",
     ),
     # the teacher
-    Rule(
-        "error",
+    _refused(
         "train.teacher_kl_coef > 0 and 'teacher' not in pools and not data.teacher_template",
         "there is no teacher: add a section [pools.teacher] with its model_path, or set "
         "data.teacher_template to let the policy teach itself",
     ),
     *_unused(
-        "train.teacher_kl_coef == 0",
-        "set train.teacher_kl_coef above 0",
-        "data.teacher_template",
+        "train.teacher_kl_coef == 0", "set train.teacher_kl_coef above 0", "data.teacher_template"
     ),
-    Rule(
-        "error",
+    _refused(
         "data.teacher_template != '' and rollout.agent is not None",
         "agent loops make prompts of their own: leave one of both out",
     ),
-    Rule(
-        "error",
+    _refused(
         "'{successful_completion}' in data.teacher_template "
         "and (rollout.group_size == 1 or not (reward.function or reward.functions))",
         "rewards of other completions decide: set rollout.group_size above 1 and reward.function",
     ),
-    Rule(
-        "warning",
+    _warned(
         "train.teacher_kl_coef == 0 and 'teacher' in pools",
         "the pool named teacher is called by your own code alone: set train.teacher_kl_coef above "
         "0, such as 1, to learn from it",
     ),
-    Rule(
-        "error",
+    _refused(
         "train.advantage == 'none' and train.teacher_kl_coef == 0",
         "nothing would be learned: set train.teacher_kl_coef above 0, or use another "
         "train.advantage",
     ),
-    Rule(
-        "error",
+    _refused(
         "train.advantage == 'none' and rollout.drop_zero_variance_groups",
         "rewards teach nothing here, so that equal ones are no reason to drop a group: leave "
         "rollout.drop_zero_variance_groups out",
     ),
-    Rule(
-        "warning",
+    _warned(
         "train.teacher_kl_coef > 0 and train.advantage != 'none' "
         "and rollout.drop_zero_variance_groups",
         "the teacher has answered for groups of equal rewards, too, and its answers are dropped "
         "with them: leave rollout.drop_zero_variance_groups out",
     ),
-    Rule(
-        "warning",
+    _warned(
         "train.advantage == 'none' and train.advantage_norm == 'batch'",
         "train.advantage_norm has no effect on advantages of 0: leave it out",
     ),
-    Rule(
-        "error",
+    _refused(
         "train.teacher_kl_coef > 0 "
         "and (rollout.temperature != 1 or rollout.top_p < 1 or rollout.top_k > 0)",
         "a teacher's logprobs are of its whole distribution at temperature 1, and the policy's are "
@@ -520,27 +475,23 @@ RULES: Final = (
         "rollout.top_k out",
     ),
     # the optimizer
-    Rule(
-        "error",
+    _refused(
         "rollout.groups_per_step % train.mini_batches != 0",
         "each optimizer step takes as many prompts: use a divisor of rollout.groups_per_step",
     ),
     *_OPTIMIZATION,
-    Rule(
-        "error",
+    _refused(
         "train.offload != 'none' and pool.mode != 'hybrid'",
         "engines of a standalone pool do not share the trainer's memory: set train.offload to "
         "'none', or pool.mode to 'hybrid'",
     ),
     # evaluations
-    Rule(
-        "error",
+    _refused(
         "train.eval_beside and train.keep_best_by is not None",
         "the best checkpoint is chosen by its own weights, and engines may have got later ones "
         "before an evaluation ends: leave one of the two out",
     ),
-    Rule(
-        "error",
+    _refused(
         "train.eval_beside and pool.mode != 'standalone'",
         "hybrid engines pause while the trainer computes: set pool.mode to 'standalone', or "
         "train.eval_beside to false",
@@ -555,20 +506,13 @@ RULES: Final = (
         "eval.max_new_tokens",
         "data.eval_limit",
     ),
-    *_unused(
-        "eval.temperature == 0",
-        "set eval.temperature above 0",
-        "eval.top_p",
-        "eval.top_k",
-    ),
-    Rule(
-        "error",
+    *_unused("eval.temperature == 0", "set eval.temperature above 0", "eval.top_p", "eval.top_k"),
+    _refused(
         "eval.samples > 1 and eval.temperature == 0",
         "greedy completions of a prompt are all the same: set eval.temperature above 0, or "
         "eval.samples to 1",
     ),
-    Rule(
-        "error",
+    _refused(
         "data.eval is not None and 'eval' in eval.sets",
         "this is what the set of data.eval is called: rename the other one",
     ),
@@ -578,20 +522,17 @@ RULES: Final = (
         "train.eval_every",
         "train.eval_beside",
     ),
-    Rule(
-        "error",
+    _refused(
         "train.keep_best_by is not None and data.eval is None",
         "no checkpoint is evaluated, so that none is the best: name held-out prompts in data.eval, "
         "or leave train.keep_best_by out",
     ),
-    Rule(
-        "warning",
+    _warned(
         "train.keep_best_by is not None and train.eval_every == 0",
         "the only checkpoint that is evaluated is the last: set train.eval_every",
     ),
     # data
-    Rule(
-        "error",
+    _refused(
         "data.overlong == 'truncate'",
         "a prompt without its end asks for something else: use 'drop'",
     ),
