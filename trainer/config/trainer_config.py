@@ -233,7 +233,8 @@ class DataSection(Settings):
         continue_final_message: Whether a chat's final message of the assistant, which is otherwise
             refused, is the beginning of the completion.
         chat_template_kwargs: Further variables of the chat template, such as enable_thinking =
-            false. They apply in agent loops and in `umbra serve` as well.
+            false. They apply in agent loops and in `umbra serve` as well. A row's column of this
+            name sets them for the row's chat alone.
         id_column: Column of unique names of the prompts. Default: row numbers.
         overlong: What to do with a prompt that leaves no room for `rollout.max_new_tokens` in
             `pool.max_context_len`: "error" ends the run, "drop" leaves it out. In SFT, what to do

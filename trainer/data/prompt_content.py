@@ -15,6 +15,7 @@ _PROMPT: Final = "data.prompt_column"
 _MESSAGES: Final = "data.messages_column"
 SUCCESSFUL: Final = "\ue000successful completion\ue000"
 """Stands for {successful_completion} in a teacher's prompt; characters that no text has."""
+VARIABLES: Final = "chat_template_kwargs"
 _MEDIA_COLUMNS: Final = ("image", "images", "video", "videos", "audio", "audios")
 
 
@@ -86,39 +87,50 @@ def given_chat(value: object) -> list[Any] | None:
     return cast("list[Any]", value) if are_messages(value) else None
 
 
-def row_tools(data: DataSection, row: Mapping[str, Any]) -> list[Any]:
-    """The schemas of a row's tools. Raises DataError if its column holds something else."""
-    tools: Any = row.get(data.tools_column) or []
-    if isinstance(tools, str):
-        with suppress(ValueError, RecursionError):
-            tools = json.loads(tools) or []
-    found = cast("list[Any]", tools if isinstance(tools, list) else [tools])
+def row_variables(data: DataSection, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Variables of the chat template besides the messages: those of the setting, of the row's
+    column of that name, and its tools. Raises DataError if a column holds something else."""
+    tools, own = (_from_json(row.get(name)) for name in (data.tools_column, VARIABLES))
+    found = cast("list[Any]", tools if isinstance(tools, list) else [tools] * bool(tools))
     if odd := [tool for tool in found if named_function(tool) is None]:
         raise DataError(
             f"column {data.tools_column!r} (data.tools_column) holds {odd[0]!r:.80}, which is no "
             "schema of a function: correct it, or set data.tools_column = '' if the chat has none"
         )
-    return found
+    if not isinstance(own or {}, dict):
+        raise DataError(
+            f"column {VARIABLES!r} holds {own!r:.80}, not variables of the chat template by name: "
+            "correct or rename it"
+        )
+    return {**data.chat_template_kwargs, **(own or {}), **({"tools": found} if found else {})}
 
 
-def template_variables(
-    data: DataSection,
+def _from_json(value: object) -> Any:
+    """A value of a column, which some data sets have as JSON text."""
+    if isinstance(value, str):
+        with suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
+
+
+def check_template(
     tokenizer: ModelTokenizer,
     messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Any],
-) -> dict[str, Any]:
-    """Variables of the chat template besides the messages. Raises DataError if it leaves out the
-    row's tools, or calls of them."""
+    variables: Mapping[str, Any],
+) -> None:
+    """Raises DataError if the chat template leaves out a row's tools, or calls of them."""
     template = tokenizer.state.chat_template
-    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    calls = any("tool_calls" in message for message in messages)
     no_tools, no_row = "set data.tools_column = ''", "leave the row out"
-    for name, given, remedy in (("tools", tools, no_tools), ("tool_calls", calls, no_row)):
-        if given and template and name not in template:
+    for name, is_given, remedy in (
+        ("tools", "tools" in variables, no_tools),
+        ("tool_calls", calls, no_row),
+    ):
+        if is_given and template and name not in template:
             raise DataError(
                 f"the row has {name}, and the chat template of {tokenizer.state.model_path} leaves "
                 f"them out: use a template with {name!r}, or {remedy}"
             )
-    return {**data.chat_template_kwargs, **({"tools": tools} if tools else {})}
 
 
 def _given(data: DataSection, where: str, row: Mapping[str, Any]) -> str | list[Any]:

@@ -21,11 +21,11 @@ from umbra.trainer.data.data_rows import check_data_file, read_rows
 from umbra.trainer.data.kept_prompts import KeptPrompts
 from umbra.trainer.data.prompt_content import (
     SUCCESSFUL,
+    check_template,
     no_column,
     prompt_content,
-    row_tools,
+    row_variables,
     teacher_content,
-    template_variables,
 )
 from umbra.trainer.world.run_files import writing
 
@@ -304,10 +304,10 @@ def _tokenize(
         text = content
     else:
         try:
+            variables = row_variables(data, row)
+            check_template(tokenizer, content, variables)
             text = tokenizer.render_chat(
-                content,
-                template_variables(data, tokenizer, content, row_tools(data, row)),
-                continue_final_message=data.continue_final_message,
+                content, variables, continue_final_message=data.continue_final_message
             )
         except DataError as error:
             raise DataError(f"{where}: {error}") from error

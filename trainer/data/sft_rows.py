@@ -26,11 +26,11 @@ from umbra.trainer.config.sft_config import SftSection
 from umbra.trainer.config.trainer_config import DataSection
 from umbra.trainer.data.data_rows import read_rows
 from umbra.trainer.data.prompt_content import (
+    check_template,
     given_chat,
     no_column,
     prompt_content,
-    row_tools,
-    template_variables,
+    row_variables,
 )
 
 _COMPLETION = "sft.completion_column"
@@ -60,7 +60,7 @@ class _Text:
 class _Chat:
     messages: Sequence[dict[str, Any]]
     learned: Sequence[int]  # indices of messages, all the assistant's; at least one
-    tools: Sequence[Any]  # schemas of those that the assistant may call
+    variables: Mapping[str, Any]  # of the chat template, such as tools
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ class SftRows:
             found = _tokenize_text(content, tokenizer)
         else:
             try:
-                found = _tokenize_chat(content, self.data, tokenizer)
+                found = _tokenize_chat(content, tokenizer)
             except DataError as error:
                 raise DataError(f"{where}: {error}") from None
         if not found.mask.any():
@@ -131,12 +131,12 @@ class SftRows:
                 )
             return _Text(found, completion)
         try:
-            return self._chat(found, completion, row_tools(self.data, row))
+            return self._chat(found, completion, row_variables(self.data, row))
         except DataError as error:
             raise DataError(f"{where}: {error}") from None
 
     def _chat(
-        self, prompt: list[dict[str, Any]], completion: object, tools: Sequence[Any]
+        self, prompt: list[dict[str, Any]], completion: object, variables: Mapping[str, Any]
     ) -> _Chat:
         column, messages, first = self.sft.completion_column, prompt, 0
         if completion is not None:
@@ -164,7 +164,7 @@ class SftRows:
                 f"give one as the last message or in column {column!r} ({_COMPLETION}), or leave "
                 "the row out"
             )
-        return _Chat(messages, learned if self.sft.loss_on == "all" else learned[-1:], tools)
+        return _Chat(messages, learned if self.sft.loss_on == "all" else learned[-1:], variables)
 
 
 def _tokenize_text(text: _Text, tokenizer: ModelTokenizer) -> SftRow:
@@ -185,10 +185,10 @@ def _row(tokens: Sequence[int], learned: Sequence[tuple[int, int]]) -> SftRow:
     return SftRow(np.asarray(tokens, np.int32), mask)
 
 
-def _tokenize_chat(chat: _Chat, data: DataSection, tokenizer: ModelTokenizer) -> SftRow:
-    variables = template_variables(data, tokenizer, chat.messages, chat.tools)
+def _tokenize_chat(chat: _Chat, tokenizer: ModelTokenizer) -> SftRow:
+    check_template(tokenizer, chat.messages, chat.variables)
     find = _marked_spans if tokenizer.marks_generation else _prefix_spans
-    text, spans = find(chat, variables, tokenizer)
+    text, spans = find(chat, tokenizer)
     tokens, learned = list[int](), list[tuple[int, int]]()
 
     def append(part: str) -> Sequence[int]:
@@ -243,15 +243,15 @@ def _num_until_end(turn: Sequence[int], end_token_ids: Sequence[int]) -> int:
 
 
 def _marked_spans(
-    chat: _Chat, variables: Mapping[str, Any], tokenizer: ModelTokenizer
+    chat: _Chat, tokenizer: ModelTokenizer
 ) -> tuple[str, list[list[tuple[int, int]]]]:
     """A message is what the template marks of it, in one part or several."""
-    text, spans = tokenizer.render_marked(chat.messages, variables)
+    text, spans = tokenizer.render_marked(chat.messages, chat.variables)
     turns = [idx for idx, message in enumerate(chat.messages) if message["role"] == "assistant"]
     starts = [start for start, _ in spans]
     if len(spans) > len(turns):
         before = (
-            tokenizer.render_whole(chat.messages[:idx], variables, asks_for_answer=False)
+            tokenizer.render_whole(chat.messages[:idx], chat.variables, asks_for_answer=False)
             for idx in turns[1:]
         )
         common = (commonprefix([text, part]) for part in before)  # noqa: RUF071  texts
@@ -268,13 +268,13 @@ def _marked_spans(
 
 
 def _prefix_spans(
-    chat: _Chat, variables: Mapping[str, Any], tokenizer: ModelTokenizer
+    chat: _Chat, tokenizer: ModelTokenizer
 ) -> tuple[str, list[list[tuple[int, int]]]]:
     """A message is what its rendering adds to that of the messages before it."""
 
     def render(num_messages: int, *, asks_for_answer: bool) -> str:
         before = chat.messages[:num_messages]
-        return tokenizer.render_whole(before, variables, asks_for_answer=asks_for_answer)
+        return tokenizer.render_whole(before, chat.variables, asks_for_answer=asks_for_answer)
 
     text = render(len(chat.messages), asks_for_answer=False)
     if chat.learned[0] == 0:

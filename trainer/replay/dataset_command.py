@@ -26,7 +26,7 @@ from umbra.runtime.rollout.ledger.sample_table import SampleRow
 from umbra.runtime.rollout.prompts import PromptSet
 from umbra.runtime.text.model_tokenizer import ModelTokenizer, tokenizer_path
 from umbra.trainer.config.trainer_config import TrainerConfig
-from umbra.trainer.data.prompt_content import prompt_content
+from umbra.trainer.data.prompt_content import VARIABLES, prompt_content
 from umbra.trainer.replay.replay_plan import recorded_config
 
 _CHUNK: Final = 4096
@@ -120,8 +120,10 @@ class _RowWriter:
         answer = text if isinstance(asked, str) else [_message(asked, text)]
         facts = row.facts()
         parts = {"reward_parts": facts["reward_parts"]} if facts["reward_parts"] else {}
-        tools = prompt.row.get(self._config.data.tools_column)
-        parts |= {"tools": tools} if tools and not isinstance(asked, str) else {}
+        columns = {"tools": self._config.data.tools_column, VARIABLES: VARIABLES}
+        for name, column in columns.items():
+            if prompt.row.get(column) and not isinstance(asked, str):
+                parts[name] = prompt.row[column]
         about = {name: facts[name] for name in ("reward", "step", "sample_id")}
         pair = {"prompt": asked, "completion": answer}
         return pair | about | parts | {"versions": sorted(set(versions))}

@@ -365,7 +365,7 @@ def test_an_answer_that_a_chat_has_begun_is_whole_in_a_data_set(run: Run) -> Non
         "id": "a",
         "prompt": "",
         "tokens": bytes(4),
-        "row": {"messages": chat, "tools": tools},
+        "row": {"messages": chat, "tools": tools, "chat_template_kwargs": {"short": True}},
     }
     write_prompts(run.folder / "prompts.msgpack", [prompt])
     run.write([Version(0, 0), *scored(run, 0, "a", f"4{END}", f"5{END}")])
@@ -373,6 +373,7 @@ def test_an_answer_that_a_chat_has_begun_is_whole_in_a_data_set(run: Run) -> Non
     rows = dataset_rows(run, "chat", "--best", "2", continue_final_message=True)
 
     assert [(row["prompt"], row["tools"]) for row in rows] == [(chat[:1], tools)] * 2
+    assert [row["chat_template_kwargs"] for row in rows] == [{"short": True}] * 2
     answers = [row["completion"] for row in rows]
     assert answers == [[{"role": "assistant", "content": f"It is {n}"}] for n in (5, 4)]
 

@@ -154,6 +154,23 @@ def test_a_prompt_has_the_tools_that_may_be_called(tmp_path: Path) -> None:
     prompts.close()
 
 
+def test_a_row_has_variables_of_the_template_of_its_own(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path / "model", template="{{ a }}{{ b }}" + CHATML)
+    data = tmp_path / "rows.jsonl"
+    given: list[object] = [{"b": 3}, '{"b": 4}', None]
+    rows = [{"messages": [ASK], "chat_template_kwargs": variables} for variables in given]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer, settings = ModelTokenizer.open(folder), {"chat_template_kwargs": {"a": 1, "b": 2}}
+
+    prompts = PromptSet.open(prepare(data, tokenizer, **settings).train_path)
+
+    assert [prompts[idx].text[:2] for idx in range(3)] == ["13", "14", "12"]
+    prompts.close()
+    data.write_text(json.dumps({"messages": [ASK], "chat_template_kwargs": "short"}))
+    with pytest.raises(DataError, match=r"line 1: column 'chat_template_kwargs' holds 'short', no"):
+        prepare(data, tokenizer, **settings)
+
+
 @pytest.mark.parametrize(
     "row",
     [

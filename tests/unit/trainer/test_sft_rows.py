@@ -311,9 +311,11 @@ def test_an_answer_that_begins_otherwise_than_the_template_asks_for_it_is_refuse
 
     with pytest.raises(DataError, match=r"by '\[assistant\]<think>', .* as '\[assistant\]hm\|2<eo"):
         rows().tokenize("row 7", {"messages": CHAT[:2]}, tokenizer)
-    off = rows(chat_template_kwargs={"enable_thinking": False})
+    variables: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": False}}
+    by_setting = rows(**variables).tokenize("row", {"messages": CHAT[:2]}, tokenizer)
+    by_column = rows().tokenize("row", {"messages": CHAT[:2], **variables}, tokenizer)
 
-    assert learned(tokenizer, off.tokenize("row", {"messages": CHAT[:2]}, tokenizer))
+    assert learned(tokenizer, by_setting) == learned(tokenizer, by_column) == [f"hm|2{END}"]
 
 
 def test_a_chat_whose_last_answer_changes_the_others_has_no_remedy_that_is_set(
