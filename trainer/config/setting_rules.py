@@ -26,7 +26,7 @@ from umbra.trainer.config.algorithm_names import (
 from umbra.trainer.config.sft_config import RL_ONLY, SftConfig
 from umbra.trainer.config.trainer_config import CriticSection, TrainerConfig
 
-_NAME: Final = re.compile(r"\b[a-z]+(?:\.[a-z_]+)+\b")
+_NAME: Final = re.compile(r"\b(?:[a-z]+(?:\.[a-z_]+)+|critic)\b")
 
 
 def _truncates_logprobs(engine: str) -> bool:
@@ -85,6 +85,12 @@ class Rule:
 
 
 def _shown(value: object) -> str:
+    if isinstance(value, CriticSection):
+        given, default = map(dataclasses.asdict, (value, CriticSection()))
+        changed = [
+            f"{name} = {_shown(given[name])}" for name in given if given[name] != default[name]
+        ]
+        return f"{{{', '.join(changed)}}}"
     return repr(str(value) if isinstance(value, Path) else value)
 
 

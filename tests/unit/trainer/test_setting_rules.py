@@ -191,7 +191,7 @@ train.advantage=none reward.function= data.eval=eval.jsonl \
 -> reward.function reward.functions data.eval eval.sets
 """)
 REFUSED_WITH_A_CRITIC = cases("""
-train.advantage=rloo -> train.advantage
+train.advantage=rloo -> train.advantage critic
 train.advantage=gae train.loss=gspo \
 -> train.loss train.kl_in_reward train.teacher_kl_coef train.advantage
 train.advantage=gae critic.path=other model.lora.rank=8 -> critic.path model.lora.rank
