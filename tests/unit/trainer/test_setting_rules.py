@@ -259,6 +259,12 @@ def test_a_message_has_the_values_and_no_teacher_is_named_as_the_remedy() -> Non
         config_with("train.teacher_kl_coef=1")
 
 
+def test_settings_of_a_critic_that_nothing_would_train_are_named() -> None:
+    said = r"^critic\.path=a critic\.lam=0\.9 .* and critic = \{path = 'a', lam = 0\.9\}: nothing "
+    with pytest.raises(ConfigError, match=said):
+        config_with("critic.path=a critic.lam=0.9")
+
+
 def test_all_refusals_are_named_at_once() -> None:
     with pytest.raises(ConfigError, match=r"rollout\.temperature = 0\.0.*; .*train\.offload = "):
         config_with("rollout.temperature=0.0 train.offload=all pool.mode=standalone")
