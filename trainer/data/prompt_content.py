@@ -79,12 +79,8 @@ def no_column(
 
 def given_chat(value: object) -> list[Any] | None:
     """The messages that a column holds, also as JSON text; None if it holds something else."""
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            return None
-    return cast("list[Any]", value) if are_messages(value) else None
+    found = _from_json(value)
+    return cast("list[Any]", found) if are_messages(found) else None
 
 
 def row_variables(data: DataSection, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,12 +117,12 @@ def check_template(
     """Raises DataError if the chat template leaves out a row's tools, or calls of them."""
     template = tokenizer.state.chat_template
     calls = any("tool_calls" in message for message in messages)
-    no_tools, no_row = "set data.tools_column = ''", "leave the row out"
-    for name, is_given, remedy in (
-        ("tools", "tools" in variables, no_tools),
-        ("tool_calls", calls, no_row),
+    given = {"tools": "tools" in variables, "tool_calls": calls}
+    for name, remedy in (
+        ("tools", "set data.tools_column = ''"),
+        ("tool_calls", "leave the row out"),
     ):
-        if is_given and template and name not in template:
+        if given[name] and template and name not in template:
             raise DataError(
                 f"the row has {name}, and the chat template of {tokenizer.state.model_path} leaves "
                 f"them out: use a template with {name!r}, or {remedy}"

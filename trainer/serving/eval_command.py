@@ -263,7 +263,10 @@ def _read(path: Path) -> StoredResults:
     try:
         return TypeAdapter(StoredResults).validate_json(path.read_bytes())
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}: give the results.json of umbra eval, or its "
+            "run.dir"
+        ) from error
     except ValidationError as error:
         first = error.errors()[0]
         cause = ": ".join((*map(str, first["loc"]), first["msg"]))

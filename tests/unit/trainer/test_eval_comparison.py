@@ -96,7 +96,7 @@ def test_results_are_found_in_run_directories(tmp_path: Path) -> None:
         write_results(tmp_path / name / "eval" / "results.json", {"eval": [1, 0]})
 
     assert comparison(tmp_path / "a", tmp_path / "b")
-    with pytest.raises(ConfigError, match=r"/eval/results\.json cannot be read: No such file"):
+    with pytest.raises(ConfigError, match=r"/eval/results\.json cannot be read: .*: give the r"):
         comparison(tmp_path / "a", tmp_path)
 
 
