@@ -105,14 +105,14 @@ class PolicyEngines:
         self._lean_nbytes = memory.training_nbytes - memory.logits_nbytes
         self._shortage = RunDir(config.run.dir).out_of_memory
         self._sleeps = SLEEPING_TAGS[config.pool.sleep]
-        may_be_awake = self._is_hybrid and self._sleeps != ALL_TAGS
-        if may_be_awake and (remedy := from_lead(mesh, self._recorded_remedy)):
+        may_need_less = policy.keeps_logits or (self._is_hybrid and self._sleeps != ALL_TAGS)
+        if may_need_less and (remedy := from_lead(mesh, self._recorded_remedy)):
             self._give_up_logits()
             if remedy == _ASLEEP:
                 self._sleeps = ALL_TAGS
             note(
-                f"{remedy}, because this run ran out of memory beside awake engines; remove "
-                f"{self._shortage} to let it try again"
+                f"{remedy}, because this run ran out of memory; remove {self._shortage} to let it "
+                "try again"
             )
         self._frees = ALL_TAGS  # in the next sleep and sync: all, until steps have been measured
         self._pool = session.pool(POOL)
@@ -222,14 +222,16 @@ class PolicyEngines:
         try:
             yield
         except RuntimeError as error:  # libraries have errors of their own for it
-            is_short = lacks_gpu_memory(str(error))
-            if not is_short or not self._is_hybrid or self._frees == ALL_TAGS:
+            is_awake = self._is_hybrid and self._frees != ALL_TAGS
+            may_need_less = is_awake or self._policy.keeps_logits
+            if not may_need_less or not lacks_gpu_memory(str(error)):
                 raise
             remedy = _LEAN if self._policy.keeps_logits else _ASLEEP
             self._shortage.write_text(remedy, encoding="utf-8")
+            beside = " beside engines that stayed awake" if is_awake else ""
             raise UmbraError(
-                f"training ran out of memory beside engines that stayed awake: {error}. Resume the "
-                f"run: from now on, {remedy}"
+                f"training ran out of memory{beside}: {error}. Resume the run: from now on, "
+                f"{remedy}"
             ) from error
         self._room.measure()
 

@@ -106,7 +106,7 @@ def test_a_run_that_runs_out_of_memory_resumes_without_kept_logits_and_then_besi
     )
 
     assert "training ran out of memory beside engines that stayed awake" in output
-    because = "because this run ran out of memory beside awake engines"
+    because = "because this run ran out of memory;"
     lean, asleep = (
         f"{remedy}, {because}"
         for remedy in ("training computes logits twice", "engines sleep while the trainer computes")
@@ -115,6 +115,25 @@ def test_a_run_that_runs_out_of_memory_resumes_without_kept_logits_and_then_besi
     assert output.index(lean) < output.index(asleep)
     # Engines were awake in the third step of each process but the last, which no sleep began.
     assert freed(events) == [BOTH] * 7
+
+
+def test_a_run_that_runs_out_of_memory_beside_sleepers_resumes_without_kept_logits(
+    folder: Path,
+) -> None:
+    (folder / "short 1").touch()  # only once
+    _, _, output = trained(
+        folder,
+        "pool.sleep=all",
+        "train.loss=odd_losses:lacks_memory_in_step_3",
+        "train.checkpoint_every=1",
+        program="short_trainer",
+        environ={"SHORT_AT": "99", "SHORT_KEEPS": "1"},
+        torchrun=("--standalone", "--max-restarts=1"),
+    )
+
+    assert "Resume the run: from now on, training computes logits twice" in output
+    lean = "training computes logits twice, because this run ran out of memory;"
+    assert output.count(lean) == 1, output
 
 
 def test_a_rank_without_room_makes_all_engines_sleep_from_then_on(
