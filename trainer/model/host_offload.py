@@ -105,13 +105,10 @@ class HostOffload:
             candidates += [p for model in self._models for p in model.parameters.values()]
         for optimizer in [model.optimizer for model in self._models if model.optimizer]:
             candidates += [value for value in optimizer.states.values() if value.ndim > 0]
-        seen: set[int] = set()
         for tensor in map(local_part, candidates):
-            key = _storage_key(tensor)
-            storage = tensor.untyped_storage()
+            storage = tensor.untyped_storage()  # empty if it is another one's, and has moved
             # On the CPU, where moving gains nothing, storages that numpy shares cannot be resized.
-            if key not in seen and storage.nbytes() and storage.resizable():
-                seen.add(key)
+            if storage.nbytes() and storage.resizable():
                 yield tensor
 
 

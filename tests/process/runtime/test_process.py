@@ -28,6 +28,7 @@ from child_processes import (
 from umbra.runtime.errors import ActorError
 from umbra.runtime.process import prctl
 from umbra.runtime.process.child_process import ChildLog, ChildProcess, process_nbytes
+from umbra.runtime.process.descendants import own_tree_nbytes
 from umbra.runtime.process.process_end import ExitStatus
 
 pytestmark = pytest.mark.process
@@ -247,6 +248,7 @@ def test_resident_memory_is_what_a_process_touches(run: Run, pipe: tuple[int, in
         async with ChildProcess.spawn("x", python(code), pass_fds=[write_fd]) as child:
             assert wait_readable(read_fd)
             assert 64 << 20 < process_nbytes(child.pid) < 128 << 20
+            assert own_tree_nbytes() > process_nbytes(os.getpid()) + (48 << 20)
         assert process_nbytes(child.pid) == 0
 
     run(body())
