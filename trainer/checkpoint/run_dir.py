@@ -103,6 +103,8 @@ def check_run_dir(run: RunSection, incarnation: int) -> None:
     decide what happens to it."""
     check_writable(run.dir)
     run_dir = RunDir(run.dir)
+    if os.path.lexists(run_dir.checkpoints):  # it may be a link to another disk
+        check_writable(run_dir.checkpoints)
     if run.resume != "never" or incarnation > 1 or run.overwrite:
         return
     if run_dir.replaced.exists():

@@ -37,6 +37,7 @@ LOGGER_TARGETS: Final[Mapping[str, str]] = {
 # Constants of TensorBoard's protocol buffers.
 _DT_STRING: Final = 7
 _DATA_CLASS_TENSOR: Final = 2
+_SESSION_START: Final = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,7 @@ class LoggedRun:
     folder: Path  # the run directory
     name: str  # shown in progress and report
     settings: Mapping[str, Any]  # the whole config as `shown_settings`
+    first_step: int  # that this start trains; an earlier one may have logged it and later ones
 
 
 class MetricsLogger(Protocol):
@@ -185,6 +187,8 @@ class TensorboardLogger:
             self._file = (self._folder / name).open("ab")
             self._records = records.RecordWriter(self._file)
             self._put(file_version="brain.Event:2")
+            # TensorBoard then hides what earlier files have from this step on.
+            self._put(step=run.first_step, session_log={"status": _SESSION_START})
 
     def close(self, *, failed: bool) -> None:
         # All events were flushed, so a failure to close is not an error.

@@ -152,7 +152,10 @@ class RunReporter:
             yield cls(config, display, None, steps_before=step)
             return
         logged = LoggedRun(
-            folder=config.run.dir, name=config.run_name, settings=shown_settings(config)
+            folder=config.run.dir,
+            name=config.run_name,
+            settings=shown_settings(config),
+            first_step=step + 1,
         )
         with (
             MetricsLog(config.run.dir, first_step=step + 1) as log,

@@ -121,7 +121,7 @@ def test_metrics_name_their_file(mount_disk: MountDisk) -> None:
 def test_events_name_their_folder_and_fail_at_once(mount_disk: MountDisk, tmp_path: Path) -> None:
     disk = mount_disk("size=1m")
     (tmp_path / "tensorboard").symlink_to(disk)
-    log = TensorboardLogger(LoggedRun(folder=tmp_path, name="run", settings={}))
+    log = TensorboardLogger(LoggedRun(folder=tmp_path, name="run", settings={}, first_step=1))
 
     with pytest.raises(RunDirectoryError, match=rf"tensorboard: {is_full(disk)}"):
         write_until_full(log, disk)
@@ -129,7 +129,8 @@ def test_events_name_their_folder_and_fail_at_once(mount_disk: MountDisk, tmp_pa
 
     (events,) = disk.glob("events*")
     seen = [event.step for event in event_file_loader.EventFileLoader(str(events)).Load()]
-    assert seen == list(range(len(seen))), "each step up to the one that did not fit"
+    # A version and the start, then each step up to the one that did not fit.
+    assert seen == [0, 1, *range(1, len(seen) - 1)]
 
 
 def test_whatever_else_is_written_names_its_file(mount_disk: MountDisk, tmp_path: Path) -> None:

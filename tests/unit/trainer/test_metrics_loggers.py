@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -36,12 +37,14 @@ SAMPLES = [
 ]
 
 
-def write_rows(name: str, folder: Path) -> list[str]:
-    """Logs the rows as steps 1 and 2, then samples; returns the notes to the operator."""
+def write_rows(name: str, folder: Path, first_step: int = 1) -> list[str]:
+    """Logs the rows as two steps, then samples; returns the notes to the operator."""
     notes: list[str] = []
-    run = LoggedRun(folder=folder, name="run-name", settings={"train": {"steps": 2}})
+    run = LoggedRun(
+        folder=folder, name="run-name", settings={"train": {"steps": 2}}, first_step=first_step
+    )
     with MetricsLoggers([name], run, notes.append) as loggers:
-        for step, row in enumerate(ROWS, 1):
+        for step, row in enumerate(ROWS, first_step):
             loggers.write(step, row)
         loggers.write_samples(2, SAMPLES)
     return notes
@@ -57,6 +60,22 @@ def test_tensorboard_gets_every_value(tmp_path: Path) -> None:
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 0.5), (2, 0.25)]
     assert [(e.step, e.value) for e in events.Scalars("rollout/reward_mean")] == [(1, 0.25)]
+
+
+def test_tensorboard_hides_the_steps_that_a_resume_repeats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accumulator: Any = importlib.import_module(
+        "tensorboard.backend.event_processing.event_accumulator"
+    )
+    for first_step, time_s in ((1, 1e9), (2, 2e9)):  # names of files have their time
+        monkeypatch.setattr(time, "time", lambda time_s=time_s: time_s)
+        assert write_rows("tensorboard", tmp_path, first_step) == []
+
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+
+    steps = [(e.step, e.wall_time) for e in events.Scalars("train/loss")]
+    assert steps == [(1, 1e9), (2, 2e9), (3, 2e9)]
 
 
 @pytest.mark.filterwarnings("ignore:html5lib's sanitizer is deprecated:DeprecationWarning")

@@ -659,6 +659,21 @@ def test_reward_ends_are_means_of_a_tenth() -> None:
 # -- the directory -----------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("resume", ["never", "auto"])
+def test_checkpoints_on_another_disk_are_looked_at_before_the_start(
+    tmp_path: Path, resume: str
+) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "disk")
+    run = RunSection(dir=tmp_path, resume=resume)
+    check_run_dir(run, incarnation=1)
+
+    (tmp_path / "disk").rmdir()  # as if it were not mounted
+
+    with pytest.raises(RunDirectoryError, match=r"cannot write to .*/checkpoints: "):
+        check_run_dir(run, incarnation=1)
+
+
 def test_an_earlier_run_is_not_replaced_unasked(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("{}")
     (tmp_path / "checkpoints" / "step-000004").mkdir(parents=True)  # its save was interrupted
