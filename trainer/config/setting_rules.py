@@ -214,6 +214,11 @@ RULES: Final = (
         "greedy completions of a prompt are all the same: set it above 0",
     ),
     _refused(
+        "rollout.top_k == 1",
+        "only the most probable token is left, and completions of a prompt are all the same: use 0 "
+        "for all tokens",
+    ),
+    _refused(
         "0 < min(rollout.temperature, eval.temperature or 1) < min_temperature(pool.engine)",
         "the engine cannot sample so close to 0: use 0.01 or more",
     ),

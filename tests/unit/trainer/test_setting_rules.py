@@ -22,6 +22,7 @@ def named_in(message: str) -> list[str]:
 
 REFUSED = cases("""
 rollout.temperature=0.0 -> rollout.temperature
+rollout.top_k=1 -> rollout.top_k
 pool.engine=vllm rollout.temperature=0.009 -> rollout.temperature eval.temperature pool.engine
 rollout.temperature=0.00001 -> rollout.temperature eval.temperature pool.engine
 pool.engine=vllm eval.temperature=0.009 -> rollout.temperature eval.temperature pool.engine
