@@ -143,11 +143,6 @@ _OPTIMIZATION: Final = (
         "the average is over more optimizer steps than the run has, and most of it stays with the "
         "starting weights: use a smaller train.ema",
     ),
-    _warned(
-        "train.skip_nonfinite > 0 and train.steps is not None "
-        "and train.skip_nonfinite >= train.steps",
-        "a run whose gradients are never finite skips all steps: use fewer than the run has",
-    ),
     *_unused(
         "model.lora.rank == 0",
         "set model.lora.rank above 0",
@@ -474,9 +469,10 @@ RULES: Final = (
         "the teacher has answered for groups of equal rewards, too, and its answers are dropped "
         "with them: leave rollout.drop_zero_variance_groups out",
     ),
-    _warned(
-        "train.advantage == 'none' and train.advantage_norm == 'batch'",
-        "train.advantage_norm has no effect on advantages of 0: leave it out",
+    *_unused(
+        "train.advantage == 'none'",
+        "use another train.advantage",
+        "train.advantage_norm",
     ),
     _refused(
         "train.teacher_kl_coef > 0 "

@@ -110,12 +110,11 @@ train.teacher_kl_coef=1 \
 pools.teacher.model_path=models/large rollout.drop_zero_variance_groups=true \
 -> train.teacher_kl_coef train.advantage rollout.drop_zero_variance_groups
 train.teacher_kl_coef=1 pools.teacher.model_path=models/large \
-train.advantage=none train.advantage_norm=batch -> train.advantage train.advantage_norm
+train.advantage=none train.advantage_norm=batch -> train.advantage_norm train.advantage
 train.kl_in_reward=true -> train.kl_in_reward train.kl_coef
 train.kl_coef=0.1 train.kl_in_reward=true train.kl_estimator=k2 \
 -> train.kl_in_reward train.kl_estimator
 train.ema=0.999 -> train.ema train.steps train.mini_batches train.updates_per_batch
-train.skip_nonfinite=10 -> train.skip_nonfinite train.steps
 train.warmup_steps=10 -> train.warmup_steps train.steps
 train.advantage=gae train.warmup_steps=6 critic.warmup_steps=4 \
 -> train.steps critic.warmup_steps train.warmup_steps
