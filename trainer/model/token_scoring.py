@@ -78,9 +78,10 @@ def scoring_nbytes(
     truncation: Truncation,
     *,
     trains_entropy: bool,
+    is_chunked: bool = True,
 ) -> int:
-    """Most memory that `score_hidden` takes with its gradient and the hidden states. `itemsize` is
-    that of hidden states and head."""
+    """Most memory that `score_hidden` takes with its gradient and the hidden states, or without
+    chunks `score_logits`. `itemsize` is that of hidden states and head."""
     num_logits = num_tokens * vocab_size
     wide = max(4, itemsize)
     hidden = 2 * itemsize * num_tokens * hidden_size  # with their gradient
@@ -93,6 +94,8 @@ def scoring_nbytes(
     # head's gradient.
     num_wide = 3 if trains_entropy else 2
     chunk = min(num_logits, _MAX_CHUNK_LOGITS) * (itemsize + num_wide * wide + masked)
+    if not is_chunked:  # log-probabilities, and gradients of them and of the logits
+        chunk = num_logits * ((5 if trains_entropy else 3) * wide + masked)
     return chunk + sorting + hidden + vocab_size * hidden_size * wide
 
 

@@ -55,6 +55,8 @@ leaves the GPU idle while much is gathered, before a step's first kernel."""
 _LARGE_MICRO_BATCH_TOKENS: Final = 32_768
 """A micro-batch has as many where there is memory: on an H200, a 0.6B step takes 723 ms and 40 GiB
 instead of 746 ms and 29 GiB."""
+_LOGIT_SETTINGS: Final = ("logits_scaling", "logit_scale", "final_logit_softcapping")
+"""What config.json calls a factor or a cap of logits, in the models of transformers."""
 _COMPILED_SHARE: Final = 0.65
 """Share of the activations that torch.compile keeps, measured with Qwen3 shapes on an H200."""
 
@@ -201,6 +203,7 @@ def rank_need(config: TrainerConfig, sizes: ModelSizes, num_ranks: int) -> RankN
     left = {"none": held, "optimizer": parameters, "all": 0}[config.train.offload]
     num_scored = LargestMicroBatch.of(config, num_ranks).num_scored
     itemsize = ITEMSIZES[config.model.dtype]
+    kept_nbytes = kept_logits_nbytes(num_scored, sizes.vocab_size, itemsize)
     always = _CONTEXT_NBYTES
     if config.pool.full_sync_every > 1:  # what was sent
         always += itemsize * trained_size(config, sizes) // num_ranks
@@ -210,7 +213,7 @@ def rank_need(config: TrainerConfig, sizes: ModelSizes, num_ranks: int) -> RankN
         generation_nbytes=always + left,
         training_nbytes=always + held + max(need.gradients_nbytes for need in needs),
         activations_nbytes=max(need.activations_nbytes for need in needs),
-        logits_nbytes=kept_logits_nbytes(num_scored, sizes.vocab_size, itemsize),
+        logits_nbytes=kept_nbytes * (not sizes.changes_logits),
         keeps_cache=config.pool.mode != "hybrid" or config.pool.sleep == "none",
     )
 
@@ -292,6 +295,7 @@ def _activations_nbytes(config: TrainerConfig, sizes: ModelSizes, num_ranks: int
         itemsize,
         truncation,
         trains_entropy=config.train.entropy_coef > 0,
+        is_chunked=not sizes.changes_logits,
     )
     # Keys and values of prompts exist once for each completion, and so do their gradients: first
     # for every head of the queries (the flash kernel's `dk_expanded`), then for those of the keys.
@@ -454,6 +458,11 @@ class ModelSizes:
     def embedding_size(self) -> int:
         """Elements of the embeddings and the head."""
         return self.vocab_size * self.hidden_size + self.head_size
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether the model does more than apply its head, and so computes all logits at once."""
+        return any(self.config.get(name, 1.0) not in (None, 1.0) for name in _LOGIT_SETTINGS)
 
     @property
     def layer_size(self) -> int:

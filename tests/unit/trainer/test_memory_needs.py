@@ -27,7 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from training_models import save_model
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig, Qwen3Config
 
 from umbra.runtime.cluster.memory_plan import GIB, RankNeed
 from umbra.runtime.cluster.placement import Node
@@ -107,6 +107,7 @@ SIZES = {
 }
 SMOLLM2 = sizes_of(30, 576, 1536, 576, 192, 49_152)
 MEASURED = {"SmolLM2-135M": replace(SMOLLM2, has_qk_norm=False), **SIZES}
+GRANITE = replace(SIZES["0.6B"], has_qk_norm=False, config={"logits_scaling": 4.0})
 
 
 def config_of(folder: Path, **sections: Any) -> TrainerConfig:
@@ -459,6 +460,8 @@ def test_a_rank_that_sends_what_has_changed_keeps_what_it_sent_at_all_times(tmp_
         ("0.6B", "full", 0.1, (16, 8, 100, 256)),
         ("8B", "none", 0.0, (16, 8, 100, 256)),
         ("8B", "full", 0.0, (4, 16, 900, 20)),
+        ("Granite", "none", 0.0, (16, 8, 100, 256)),
+        ("Granite", "full", 0.1, (16, 8, 100, 256)),
     ],
 )
 def test_the_plan_is_close_to_the_bytes_of_a_pass(
@@ -475,7 +478,7 @@ def test_the_plan_is_close_to_the_bytes_of_a_pass(
     # Fake tensors have no addresses, by which attention recognises its keys.
     monkeypatch.setattr(torch.UntypedStorage, "data_ptr", storage_id)
     monkeypatch.setattr(TrainModel, "_compare", do_nothing)  # reads values
-    sizes = first_layers(MEASURED[model], 3)
+    sizes = first_layers({**MEASURED, "Granite": GRANITE}[model], 3)
     config = config_of(
         tmp_path,
         pool={"max_context_len": prompt_len + completion_len},
@@ -495,6 +498,7 @@ def test_the_plan_is_close_to_the_bytes_of_a_pass(
     with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes(monkeypatch) as live:
         trained = train_model(sizes, single_rank_mesh, recomputes=checkpointing == "full")
         trained.keeps_logits = keeps_logits
+        trained._scorer.uses_own_logits = sizes.changes_logits  # pyright: ignore[reportPrivateUsage]
         live.peak_nbytes = before_nbytes = live.nbytes
         scores = trained.score(micro_batch, "trained" if entropy_coef else "measured")
         assert scores.entropy is not None
@@ -550,7 +554,10 @@ def train_model(sizes: ModelSizes, mesh: DeviceMesh, *, recomputes: bool) -> Tra
     """A model of these sizes with gradients of zero."""
     head_size = 64 if sizes.kv_size == 192 else 128
     config_class: Any = Qwen3Config if sizes.has_qk_norm else LlamaConfig
+    if sizes.config:
+        config_class = GraniteConfig
     config = config_class(
+        **sizes.config,
         vocab_size=sizes.vocab_size,
         hidden_size=sizes.hidden_size,
         intermediate_size=sizes.intermediate_size,
