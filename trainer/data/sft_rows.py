@@ -287,6 +287,8 @@ def _prefix_spans(
     for idx in chat.learned:
         before = render(idx, asks_for_answer=True)
         through = render(idx + 1, asks_for_answer=False)
+        if not text.startswith(through):  # Phi-3's template puts it behind the whole chat
+            through = through.removesuffix(tokenizer.state.special_tokens.get("eos_token", ""))
         if not (text.startswith(through) and through.startswith(before)):
             asked = render(idx, asks_for_answer=False)
             begins = before.startswith(asked) and through.startswith(asked)

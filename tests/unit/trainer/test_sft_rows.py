@@ -461,6 +461,16 @@ def test_a_template_may_mark_several_parts_of_a_message(
     assert row.tokens.tolist() == tokenizer.encode(whole)
 
 
+def test_a_template_may_put_a_token_behind_the_whole_chat(tmp_path: Path) -> None:
+    state = tokenizer_of(tmp_path, PLAIN + "{% if not add_generation_prompt %}!!{% endif %}").state
+    tokenizer = ModelTokenizer.of_state(replace(state, special_tokens={"eos_token": "!!"}))
+
+    row = rows().tokenize("row", {"messages": CHAT}, tokenizer)
+
+    assert learned(tokenizer, row) == [f"hm|2{END}", f"so|ö{END}"]
+    assert tokenizer.decode_all(row.tokens.tolist()).endswith(f"so|ö{END}\n!!")
+
+
 def test_a_template_whose_marks_do_not_fit_the_chat_is_refused(tmp_path: Path) -> None:
     template = MARKED.replace("message.role == 'assistant'", "loop.last")
 
