@@ -26,6 +26,19 @@ from umbra.runtime.text.model_files import configured_end_tokens, read_model_con
 
 _MAX_CHARACTER_NBYTES: Final = 4  # in UTF-8
 _GENERATION: Final = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_ARGUMENTS: Final = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "conversations",
+        "messages",
+        "return_assistant_tokens_mask",
+        "tokenize",
+    }
+)
+"""Arguments of the functions that render, which are no variables of a template."""
 
 
 def tokenizer_path(folder: Path, pool: str = "policy") -> Path:
@@ -231,9 +244,9 @@ class ModelTokenizer:
     ) -> str:
         """The text of a conversation up to the beginning of the assistant's answer. Its
         final message may be the assistant's, and then begins the answer, only with
-        `continue_final_message`. Raises DataError if there is no chat template, or it
-        refuses the messages."""
-        self._check_template()
+        `continue_final_message`. Raises DataError if there is no chat template, it refuses the
+        messages, or `variables` name an argument of the functions that render."""
+        self._check(variables)
         found = normal_messages(messages, continue_final_message=continue_final_message)
         continues = found[-1]["role"] == "assistant"
         how = {"add_generation_prompt": not continues, "continue_final_message": continues}
@@ -245,7 +258,7 @@ class ModelTokenizer:
     ) -> str:
         """The text of a whole conversation, whoever has the last word, and with `asks_for_answer`
         the beginning of the assistant's next message. Raises like `render_chat`."""
-        self._check_template()
+        self._check(variables)
         with _refusals():
             return self._render(messages, add_generation_prompt=asks_for_answer, **variables)
 
@@ -260,6 +273,7 @@ class ModelTokenizer:
     ) -> tuple[str, list[tuple[int, int]]]:
         """The text of a whole conversation, and the start and end of each part of it that the
         template marks. Raises like `render_chat`."""
+        self._check(variables)
         with _refusals():
             return _render_marked(self.state, messages, variables)
 
@@ -270,11 +284,16 @@ class ModelTokenizer:
             self.render_chat(messages, variables, continue_final_message=continue_final_message)
         )
 
-    def _check_template(self) -> None:
+    def _check(self, variables: Mapping[str, Any]) -> None:
         if not self.state.chat_template:
             raise DataError(
                 f"{self.state.model_path}: the tokenizer has no chat template, so it cannot render "
                 "messages; add one, or give plain prompts (data.format = 'text')"
+            )
+        if wrong := sorted(_ARGUMENTS.intersection(variables)):
+            raise DataError(
+                f"{wrong[0]!r} is no variable of a chat template, but what umbra renders or how: "
+                "leave it out of chat_template_kwargs"
             )
 
     def _added_tokens(self) -> tuple[list[int], list[int]]:

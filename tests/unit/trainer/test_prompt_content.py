@@ -166,9 +166,13 @@ def test_a_row_has_variables_of_the_template_of_its_own(tmp_path: Path) -> None:
 
     assert [prompts[idx].text[:2] for idx in range(3)] == ["13", "14", "12"]
     prompts.close()
-    data.write_text(json.dumps({"messages": [ASK], "chat_template_kwargs": "short"}))
-    with pytest.raises(DataError, match=r"line 1: column 'chat_template_kwargs' holds 'short', no"):
-        prepare(data, tokenizer, **settings)
+    for own, why in (
+        ("short", "column 'chat_template_kwargs' holds 'short', no"),
+        ({"add_generation_prompt": False}, "'add_generation_prompt' is no variable of a chat temp"),
+    ):
+        data.write_text(json.dumps({"messages": [ASK], "chat_template_kwargs": own}))
+        with pytest.raises(DataError, match=f"line 1: {why}"):
+            prepare(data, tokenizer, **settings)
 
 
 @pytest.mark.parametrize(

@@ -248,6 +248,14 @@ def test_a_template_that_leaves_out_tools_is_refused(
         rows().tokenize("row 7", row, tokenizer_of(tmp_path, PLAIN))
 
 
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_a_row_does_not_say_how_its_chat_is_rendered(tmp_path: Path, template: str) -> None:
+    row = {"messages": CHAT, "chat_template_kwargs": {"continue_final_message": True}}
+
+    with pytest.raises(DataError, match="row 1: 'continue_final_message' is no variable of a chat"):
+        rows().tokenize("row 1", row, tokenizer_of(tmp_path, template))
+
+
 def test_a_chat_that_the_assistant_begins_is_learned_but_for_its_beginning(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(tmp_path, "{{ messages[0].role[:0] }}" + PLAIN)
     begun = {"role": "assistant", "content": "Hi"}
