@@ -21,7 +21,7 @@ from umbra.runtime.rollout.prompts import TOO_DEEP, row_problem
 
 _PARQUET_SUFFIXES: Final = (".parquet", ".pq")
 _JSON_SUFFIXES: Final = (".jsonl", ".json", ".ndjson")
-_LIST: Final = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*(\{|$)")
+_LIST: Final = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*([{\]]|$)")
 SUFFIXES: Final = _JSON_SUFFIXES + _PARQUET_SUFFIXES
 _BATCH_NUM_ROWS: Final = 1024
 """Rows of Parquet read at a time. Many more delay the first row, few make the others slower."""
@@ -62,7 +62,7 @@ def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _read_json(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Of an object a line, or of one list of them, which is read at once."""
+    """Reads an object a line, or at once a file that is one list of objects."""
     with path.open("rb") as file:
         is_list = _LIST.match(file.readline()) is not None
         file.seek(0)

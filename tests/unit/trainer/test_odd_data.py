@@ -163,6 +163,7 @@ def test_a_file_may_be_one_list_of_objects(tmp_path: Path, indent: int | None, b
         path.write_text(bom + json.dumps(items, indent=indent) + tail, encoding="utf-8")
         return list(read_rows(path))
 
+    assert read([]) == []
     assert read(rows, "\n") == [(f"{path}, row 1", rows[0]), (f"{path}, row 2", rows[1])]
     with pytest.raises(DataError, match=r"rows.json, row 3: a int, not an object of columns"):
         read([*rows, 3])
