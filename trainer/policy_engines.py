@@ -107,7 +107,7 @@ class PolicyEngines:
         self._sleeps = SLEEPING_TAGS[config.pool.sleep]
         may_need_less = policy.keeps_logits or (self._is_hybrid and self._sleeps != ALL_TAGS)
         if may_need_less and (remedy := from_lead(mesh, self._recorded_remedy)):
-            self._give_up_logits()
+            self._stop_keeping_logits()
             if remedy == _ASLEEP:
                 self._sleeps = ALL_TAGS
             note(
@@ -188,8 +188,8 @@ class PolicyEngines:
                 self._frees = self._sleeps
             lacks = self._free()
             if self._policy.keeps_logits and any_rank(bool(lacks)):
-                self._give_up_logits()
-                self._offload.release_cache()  # of kept logits, to be measured without
+                self._stop_keeping_logits()
+                self._offload.release_cache()  # which has the memory of kept logits
                 self._frees = ALL_TAGS  # until steps without kept logits have been measured
                 self._note(f"{first_text(lacks)}. From here on, {_LEAN}")
                 lacks = self._free()
@@ -199,12 +199,12 @@ class PolicyEngines:
                 self._free()
         self._offload.bring_back()
 
-    def _give_up_logits(self) -> None:
+    def _stop_keeping_logits(self) -> None:
         self._policy.keeps_logits = False
         self._room = TrainingRoom(self._mesh.device, self._lean_nbytes)
 
     def _recorded_remedy(self) -> str:
-        """What this run does since it last ran out of memory; "" if it did not."""
+        """The remedy that the run recorded when it last ran out of memory; "" if it never did."""
         return self._shortage.read_text(encoding="utf-8") if self._shortage.exists() else ""
 
     def _free(self) -> str:

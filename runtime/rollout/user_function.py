@@ -89,7 +89,8 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 def describe(error: BaseException) -> str:
     """Names the error and where it was raised: `ValueError: bad digit (rewards.py:12 in reward)`.
-    Frames of umbra and of Python are left out. Of a group, it names the first and their number."""
+    Frames of umbra and of Python are left out. A group has the place of its first
+    error, and the number of others."""
     error, num_more = _first_of(error)
     more = f" and {num_more} more" if num_more else ""
     text = "".join(traceback.format_exception_only(error)).strip()

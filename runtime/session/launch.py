@@ -64,7 +64,7 @@ class NodeLaunch:
         self._config = config
         self._environment = environment
         self._agent = bind_to_agent()
-        allow_many_files()  # a rank has one for each node of a sync
+        allow_many_files()  # a rank opens one for each node of a sync
         owner_pid = os.getpid() if self._agent is None else self._agent.pid
         self.node_id = config.node_id or socket.gethostname()
         self.tcp_host = config.tcp_host or host_address()

@@ -211,7 +211,7 @@ class ModelTokenizer:
         return self._behind("\n", self._break, text) if self._adds_space else self.encode(text)
 
     def _behind(self, before: str, tokens_before: list[int], text: str) -> list[int]:
-        """Or its own tokens, if one of them has a part of both."""
+        """Tokens of `text` behind `before`; its own, if one token would have a part of both."""
         tokens, num_before = self._backend.encode(before + text, False), len(tokens_before)
         found = tokens[:num_before] == tokens_before
         return tokens[num_before:] if found else self.encode(text)

@@ -49,8 +49,8 @@ def compile_blocks(model: nn.Module) -> None:
 
 
 def compile_with_constants(function: Callable[..., Any]) -> Callable[..., Any]:
-    """By default torch makes a function's numbers inputs, finds that some cannot be, and compiles
-    all of it a second time. No cache keeps the first attempt."""
+    """Compiles a function whose numbers stay the same. By default torch makes them inputs, finds
+    that some cannot be, and compiles all of it a second time. No cache keeps the first attempt."""
     constant_numbers = cast("Any", torch)._dynamo.config.patch(specialize_float=True)
     return constant_numbers(CompiledFunction(function))
 

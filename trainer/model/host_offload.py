@@ -106,7 +106,7 @@ class HostOffload:
         for optimizer in [model.optimizer for model in self._models if model.optimizer]:
             candidates += [value for value in optimizer.states.values() if value.ndim > 0]
         for tensor in map(local_part, candidates):
-            storage = tensor.untyped_storage()  # empty if it is another one's, and has moved
+            storage = tensor.untyped_storage()  # empty if another tensor of it was sent away
             # On the CPU, where moving gains nothing, storages that numpy shares cannot be resized.
             if storage.nbytes() and storage.resizable():
                 yield tensor

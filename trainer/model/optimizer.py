@@ -49,9 +49,9 @@ def learning_rate_factor(
 
 
 def parameter_kinds(model: nn.Module, *, is_critic: bool) -> dict[str, ParameterKind]:
-    """By name. "hidden" are those that Muon is for: all but vectors, embeddings, convolutions and
-    the head, as its authors have it. The head is an "embedding", but a critic's is not. Adapters
-    are of their layer's kind."""
+    """The kind of each parameter, by name. "hidden" are those that Muon is for: all but vectors,
+    embeddings, convolutions and the head, as its authors have it. The head is an "embedding", but a
+    critic's is not. Adapters are of their layer's kind."""
     head: nn.Module | None = cast("Any", model).get_output_embeddings()
     kinds: dict[int, ParameterKind] = {}
     for module in model.modules():

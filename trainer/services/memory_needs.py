@@ -56,7 +56,7 @@ _LARGE_MICRO_BATCH_TOKENS: Final = 32_768
 """A micro-batch has as many where there is memory: on an H200, a 0.6B step takes 723 ms and 40 GiB
 instead of 746 ms and 29 GiB."""
 _LOGIT_SETTINGS: Final = ("logits_scaling", "logit_scale", "final_logit_softcapping")
-"""What config.json calls a factor or a cap of logits, in the models of transformers."""
+"""Names in config.json of a factor or a cap of logits, in the models of transformers."""
 _COMPILED_SHARE: Final = 0.65
 """Share of the activations that torch.compile keeps, measured with Qwen3 shapes on an H200."""
 
