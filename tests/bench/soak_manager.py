@@ -29,6 +29,7 @@ from umbra.runtime.errors import UmbraError
 from umbra.runtime.process.child_process import process_nbytes
 from umbra.runtime.process.descendants import child_pids
 from umbra.runtime.process.prctl import die_with_parent
+from umbra.runtime.rollout.dispatch.token_store import Runs
 from umbra.runtime.rollout.dispatch.trajectory import Group, Trajectory
 from umbra.runtime.rollout.ledger.ledger_events import Restored
 from umbra.runtime.rollout.ledger.ledger_history import ledger_folder
@@ -118,7 +119,7 @@ class SoakManager:
             offsets = np.arange(0, num * length + 1, length)
             tokens, logprobs = self._table[at], self._logprobs[at]
             starts = np.full(num, start)
-            self._recorder.on_tokens(uids, starts, offsets, versions, tokens, logprobs)
+            self._recorder.on_tokens(Runs(uids, starts, offsets, versions, tokens, logprobs))
             if self._step == self._last_step and start + length >= self._tokens / 2:
                 await self._recorder.durable()
                 os.kill(os.getpid(), signal.SIGKILL)

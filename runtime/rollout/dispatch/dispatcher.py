@@ -58,15 +58,7 @@ class TokenRecorder(Protocol):
 
     def cut(self, sample: Trajectory) -> None: ...
 
-    def on_tokens(
-        self,
-        uids: NDArray[np.int64],
-        starts: NDArray[np.int64],
-        offsets: NDArray[np.int64],
-        versions: NDArray[np.int64],
-        tokens: NDArray[np.int32],
-        logprobs: NDArray[np.float32],
-    ) -> None: ...
+    def on_tokens(self, runs: Runs) -> None: ...
 
 
 class Moved(NamedTuple):
@@ -327,7 +319,7 @@ class Dispatcher:
         self._router.progress(engine, len(runs.tokens))
         recorded = runs.recorded()
         if len(recorded.uids):
-            self._recorder.on_tokens(*recorded)
+            self._recorder.on_tokens(recorded)
 
     def _apply_one_by_one(
         self, engine: EngineId, batch: DeltaBatch, runs: list[int]

@@ -32,11 +32,14 @@ from umbra.runtime.rollout.dispatch.dispatcher import Dispatcher
 from umbra.runtime.rollout.dispatch.engine_fleet import Fleet
 from umbra.runtime.rollout.dispatch.pool_load import PoolLoad
 from umbra.runtime.rollout.dispatch.router import Router
+from umbra.runtime.rollout.dispatch.token_store import Runs
 from umbra.runtime.rollout.dispatch.trajectory import Trajectory, Turn
 from umbra.runtime.rollout.prompts import Prompt
 from umbra.runtime.rollout.rollout_config import DispatchConfig, SamplingOptions
 from umbra.runtime.settings import from_wire
 from umbra.runtime.waiting import Alarm
+
+logger = logging.getLogger(__name__)
 
 _SEED_BITS: Final = 63
 _NO_TOKENS: Final = np.empty(0, np.int32)
@@ -351,18 +354,10 @@ class _Deliveries:
     def cut(self, sample: Trajectory) -> None:
         pass
 
-    def on_tokens(
-        self,
-        uids: NDArray[np.int64],
-        starts: NDArray[np.int64],
-        offsets: NDArray[np.int64],
-        versions: NDArray[np.int64],
-        tokens: NDArray[np.int32],
-        logprobs: NDArray[np.float32],
-    ) -> None:
-        bounds: list[int] = offsets.tolist()
-        for uid, (start, stop) in zip(uids.tolist(), itertools.pairwise(bounds), strict=True):
-            self._generations[uid].put(tokens[start:stop], logprobs[start:stop])
+    def on_tokens(self, runs: Runs) -> None:
+        bounds: list[int] = runs.offsets.tolist()
+        for uid, (start, stop) in zip(runs.uids.tolist(), itertools.pairwise(bounds), strict=True):
+            self._generations[uid].put(runs.tokens[start:stop], runs.logprobs[start:stop])
 
 
 def _joined(pieces: Sequence[GeneratedPiece]) -> GeneratedPiece:
@@ -387,9 +382,6 @@ def _checked_prompt(
             f"{config.max_context_len}"
         )
     return prompt
-
-
-logger = logging.getLogger(__name__)
 
 
 class OperatorMessages:

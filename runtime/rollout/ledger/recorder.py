@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from umbra.runtime.errors import LedgerError, RolloutError, UmbraError
+from umbra.runtime.rollout.dispatch.token_store import Runs
 from umbra.runtime.rollout.dispatch.trajectory import NOT_GENERATED, Group, Trajectory
 from umbra.runtime.rollout.ledger.ledger_events import (
     Admitted,
@@ -239,19 +240,10 @@ class Recorder:
         not plain data, or too large."""
         self._write_checked(sample, Recorded(max(0, sample.uid), key, value))
 
-    def on_tokens(
-        self,
-        uids: NDArray[np.int64],
-        starts: NDArray[np.int64],
-        offsets: NDArray[np.int64],
-        versions: NDArray[np.int64],
-        tokens: NDArray[np.int32],
-        logprobs: NDArray[np.float32],
-    ) -> None:
-        """Records appended runs, in the columns of `ledger_events.Tokens`."""
-        for version in {*versions.tolist()} - self._versions - {NOT_GENERATED}:
+    def on_tokens(self, runs: Runs) -> None:
+        for version in {*runs.versions.tolist()} - self._versions - {NOT_GENERATED}:
             self.version(version, self._step)  # ranks published it without announcing it
-        for part in Tokens(uids, starts, offsets, versions, tokens, logprobs).parts():
+        for part in Tokens(*runs).parts():
             self._write(part)
 
     def version(self, version: int, step: int) -> None:
@@ -283,9 +275,8 @@ class Recorder:
         tokens, logprobs = sample.tokens[start:].copy(), sample.logprobs[start:].copy()
         if sample.uid == NOT_RECORDED or not len(tokens):
             return
-        starts, offsets = np.asarray([start]), np.asarray([0, len(tokens)])
-        versions = np.asarray([version])
-        self.on_tokens(uids_of(sample.uid), starts, offsets, versions, tokens, logprobs)
+        uids, starts, offsets = uids_of(sample.uid), uids_of(start), uids_of(0, len(tokens))
+        self.on_tokens(Runs(uids, starts, offsets, uids_of(version), tokens, logprobs))
 
     def _write_checked(self, sample: Trajectory, event: PromptGiven | Recorded) -> None:
         """Raises the errors of its flush here, because the caller can act on them."""

@@ -11,9 +11,7 @@ from umbra.runtime.errors import ProtocolError, WeightSyncError
 from umbra.runtime.process.host_memory import populate_range
 from umbra.runtime.weights.checksum import CastValues, checksums_of
 from umbra.runtime.weights.manifest import (
-    ITEMSIZES,
     BucketGrid,
-    BucketPiece,
     Extent,
     Manifest,
     TensorEntry,
@@ -49,14 +47,16 @@ class Destinations:
         `waits`, copies to a GPU are done."""
         nbytes = 0
         for piece in self._plan[idx]:
-            self._targets[piece.key].write(piece, memory, waits=waits)
-            nbytes += piece.nbytes
+            target = self._targets[piece.key]
+            data = memory[piece.bucket_start : piece.bucket_start + piece.nbytes]
+            values = data.view(target.dtype)
+            nbytes += target.write(piece.start // values.itemsize, values, waits=waits)
         return nbytes
 
     def write_values(self, key: int, start: int, values: Tensor) -> int:
         """Copies `values` [elements], of any device and dtype, to the entry's elements from `start`
         on; returns the bytes written."""
-        return self._targets[key].write_values(start, values)
+        return self._targets[key].write(start, values)
 
     def settle(self) -> None:
         """Gives strided parameters their values, after the last write."""
@@ -109,26 +109,18 @@ class _Target:
     def __init__(self, entry: TensorEntry, tensors: list[Tensor]) -> None:
         self.entry = entry
         self._tensors = tensors
-        self._contiguous = [_as_bytes(tensor) for tensor in tensors if tensor.is_contiguous()]
+        self.dtype = tensors[0].dtype
+        self._flat = [flatten(tensor) for tensor in tensors if tensor.is_contiguous()]
         self._strided = [tensor for tensor in tensors if not tensor.is_contiguous()]
         self._staging: Tensor | None = None
 
-    def write(self, piece: BucketPiece, memory: Tensor, *, waits: bool) -> None:
-        source = memory[piece.bucket_start : piece.bucket_start + piece.nbytes]
-        for data in self._contiguous:
-            data[piece.start : piece.start + piece.nbytes].copy_(source, non_blocking=not waits)
-        if self._strided:
-            data = _as_bytes(self._stage())
-            data[piece.start : piece.start + piece.nbytes].copy_(source, non_blocking=not waits)
-
-    def write_values(self, start: int, values: Tensor) -> int:
+    def write(self, start: int, values: Tensor, *, waits: bool = True) -> int:
+        """Copies elements from `start` on; returns their bytes in the parameter."""
         stop = start + values.numel()
-        for tensor in self._tensors:
-            if tensor.is_contiguous():
-                flatten(tensor)[start:stop].copy_(values)
-        if self._strided:
-            flatten(self._stage())[start:stop].copy_(values)
-        return values.numel() * ITEMSIZES[self.entry.dtype]
+        staged = [flatten(self._stage())] if self._strided else []
+        for elements in (*self._flat, *staged):
+            elements[start:stop].copy_(values, non_blocking=not waits)
+        return values.numel() * self.dtype.itemsize
 
     def settle(self) -> None:
         with torch.no_grad():

@@ -15,11 +15,11 @@ import pytest
 from dispatch_bench import STOP, A, B, Bench, delta
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from umbra.runtime.engine_api.token_deltas import DeltaBatch
 from umbra.runtime.errors import EngineError
 from umbra.runtime.rollout.dispatch.router import EngineId
+from umbra.runtime.rollout.dispatch.token_store import Runs
 from umbra.runtime.rollout.dispatch.trajectory import Group, Trajectory, Turn
 from umbra.runtime.rollout.ledger.recorder import Recorder
 from umbra.runtime.rollout.rollout_config import SamplingOptions
@@ -324,18 +324,10 @@ class ListRecorder(Recorder):
         super().__init__(None, lambda error: None)
         self.runs: list[tuple[int, int, list[int], int]] = []
 
-    def on_tokens(
-        self,
-        uids: NDArray[np.int64],
-        starts: NDArray[np.int64],
-        offsets: NDArray[np.int64],
-        versions: NDArray[np.int64],
-        tokens: NDArray[np.int32],
-        logprobs: NDArray[np.float32],
-    ) -> None:
-        for idx, uid in enumerate(uids.tolist()):
-            run = tokens[offsets[idx] : offsets[idx + 1]].tolist()
-            self.runs.append((uid, int(starts[idx]), run, int(versions[idx])))
+    def on_tokens(self, runs: Runs) -> None:
+        for idx, uid in enumerate(runs.uids.tolist()):
+            run = runs.tokens[runs.offsets[idx] : runs.offsets[idx + 1]].tolist()
+            self.runs.append((uid, int(runs.starts[idx]), run, int(runs.versions[idx])))
 
 
 def test_the_recorder_gets_what_was_really_appended() -> None:

@@ -22,6 +22,7 @@ from rollout_configs import rollout_config
 
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.rollout.dispatch.router import EngineId
+from umbra.runtime.rollout.dispatch.token_store import Runs
 from umbra.runtime.rollout.dispatch.trajectory import Group, Trajectory
 from umbra.runtime.rollout.ledger import recorder
 from umbra.runtime.rollout.ledger.ledger_events import Restored
@@ -143,7 +144,8 @@ def test_what_is_recorded_in_one_iteration_may_be_more_than_a_batch(
             uids, zeros = np.arange(8), np.zeros(8, np.int64)
             tokens = np.arange(1600, dtype=np.int32)
             offsets = np.arange(0, 1601, 200)
-            recorder.on_tokens(uids, zeros, offsets, zeros - 1, tokens, tokens.astype(np.float32))
+            logprobs = tokens.astype(np.float32)
+            recorder.on_tokens(Runs(uids, zeros, offsets, zeros - 1, tokens, logprobs))
             await recorder.durable()
         assert failures == []
 
