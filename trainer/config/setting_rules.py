@@ -18,7 +18,7 @@ from umbra.runtime.engine_api.engine_names import engine_kind
 from umbra.runtime.engine_api.lora import is_of_experts
 from umbra.runtime.settings import annotations_of
 from umbra.trainer.config.algorithm_names import (
-    ADVANTAGE_ESTIMATORS,
+    GROUP_ADVANTAGES,
     LOSSES,
     TOKEN_ADVANTAGES,
     takes_args,
@@ -42,7 +42,7 @@ def _max_lora_rank(engine: str) -> int:
 
 
 _NAMES: Final = {
-    "ADVANTAGE_ESTIMATORS": ADVANTAGE_ESTIMATORS,
+    "GROUP_ADVANTAGES": GROUP_ADVANTAGES,
     "LOSSES": LOSSES,
     "is_of_experts": is_of_experts,
     "NO_CRITIC": CriticSection(),
@@ -235,8 +235,7 @@ RULES: Final = (
         "two differently",
     ),
     _refused(
-        "rollout.group_size < 2 and train.advantage in ADVANTAGE_ESTIMATORS "
-        "and train.advantage not in ('gae', 'reinforce', 'none')",
+        "rollout.group_size < 2 and train.advantage in GROUP_ADVANTAGES",
         "advantages compare the completions of one prompt; that of a single one is always 0: "
         "set rollout.group_size to 2 or more, or use train.advantage = "
         "'gae', or 'reinforce' with train.advantage_norm = 'batch'",

@@ -20,6 +20,7 @@ from umbra.runtime.settings import shown_settings
 from umbra.runtime.text.model_tokenizer import ModelTokenizer, tokenizer_path
 from umbra.trainer.checkpoint.run_dir import RunDir, process_age_s
 from umbra.trainer.checkpoint.trainer_state import best_checkpoint, complete_checkpoints
+from umbra.trainer.config.algorithm_names import GROUP_ADVANTAGES
 from umbra.trainer.config.sft_config import SftConfig
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.reporting.console import ProgressDisplay
@@ -42,6 +43,14 @@ _REWARD: Final = "rollout/reward_mean"
 _PACE_WINDOW: Final = 20
 """Recent steps whose mean duration predicts the remaining time. Fewer make the prediction jump,
 more make it lag behind changes."""
+_EQUAL_STEPS: Final = 5
+"""Steps in a row whose prompts mostly teach nothing, before a warning. Fewer warn of a chance; more
+let a run go on in vain."""
+_EQUAL_SHARE: Final = 3 / 4
+"""Share of such prompts. With less, ordinary runs warn; with more, hardly any does."""
+_LEARNED_SHARE: Final = 0.9
+"""Where the mean reward is higher than this between the least and the largest, equal rewards are a
+success. With less, runs that never learn are silent; with more, ones that have learned warn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +141,7 @@ class RunReporter:
         self._display = display
         self._pace = StepPace(config.train.total_steps)
         self._warned_of: set[str] = set()
+        self._equal_steps = 0  # the last ones, whose prompts mostly teach nothing
         self._tokenizer: ModelTokenizer | None = None
         self.accuracy_before: float | None = None
         self.accuracy_after: float | None = None
@@ -174,7 +184,8 @@ class RunReporter:
         self._display.step_done(step, row)
 
     def look_at_rollouts(self, config: TrainerConfig, step: int, row: Mapping[str, float]) -> None:
-        """Warns of a step that teaches nothing or whose completions never end, once of each."""
+        """Warns of a step that teaches nothing or whose completions never end, and of several whose
+        prompts mostly teach nothing, once of each."""
         if row["rollout/tokens"] == 0:
             self._note_once("tokens", f"step {step} trained on nothing: {_why_no_tokens(config)}")
         if row["rollout/truncated_share"] == 1.0:
@@ -198,6 +209,25 @@ class RunReporter:
                 f"{config.run.dir}` shows good completions, check that the reward function "
                 "reads their format, and does not catch errors of its own code and return 0 for "
                 "them",
+            )
+
+        self._look_at_equal_rewards(config, step, row)
+
+    def _look_at_equal_rewards(
+        self, config: TrainerConfig, step: int, row: Mapping[str, float]
+    ) -> None:
+        low, high = row["rollout/reward_min"], row["rollout/reward_max"]
+        has_learned = row["rollout/reward_mean"] - low > _LEARNED_SHARE * (high - low) > 0
+        limit = _EQUAL_SHARE * config.rollout.groups_per_step
+        is_mostly_equal = row["rollout/zero_variance_groups"] > limit and not has_learned
+        self._equal_steps = self._equal_steps + 1 if is_mostly_equal else 0
+        if self._equal_steps >= _EQUAL_STEPS and config.train.advantage in GROUP_ADVANTAGES:
+            self._note_once(
+                "equal rewards",
+                f"warning: in the steps {step - _EQUAL_STEPS + 1} to {step}, more than three "
+                "quarters of the prompts had completions of equal reward, from which "
+                f"train.advantage = {config.train.advantage!r} learns nothing: use a reward that "
+                "distinguishes more, or set rollout.drop_zero_variance_groups = true",
             )
 
     def _note_once(self, what: str, line: str) -> None:

@@ -61,6 +61,7 @@ ROW = {
     "rollout/reward_mean": 0.4312,
     "rollout/reward_min": 0.0,
     "rollout/reward_max": 1.0,
+    "rollout/zero_variance_groups": 8.0,
     "rollout/tokens": 6_049.0,
     "rollout/tokens_per_s": 17_234.0,
     "rollout/truncated_share": 0.25,
@@ -417,6 +418,47 @@ def test_a_step_that_teaches_nothing_is_reported_once(
 
     (told,) = [line for line in stream.getvalue().splitlines() if not line.startswith("step ")]
     assert told.startswith(said.format(logs=tmp_path / "logs"))
+
+
+# Of 32 prompts. A mean is rounded, also that of equal rewards.
+MOST_EQUAL = {"rollout/zero_variance_groups": 25.0}
+LEARNED = MOST_EQUAL | {"rollout/reward_mean": 0.9712}
+
+
+@pytest.mark.parametrize(
+    ("advantage", "rows", "is_told"),
+    [
+        ("grpo", [{}, *5 * [MOST_EQUAL]], True),
+        ("maxrl", [{}, *5 * [MOST_EQUAL | ZERO | {"rollout/reward_mean": 1e-17}]], True),
+        ("grpo", [*5 * [LEARNED], *4 * [MOST_EQUAL], {}, *4 * [MOST_EQUAL]], False),
+        ("reinforce", 6 * [MOST_EQUAL], False),
+        ("none", 6 * [MOST_EQUAL], False),
+        ("mine:advantages", 6 * [MOST_EQUAL], False),
+    ],
+)
+def test_steps_whose_prompts_mostly_teach_nothing_are_reported_once(
+    tmp_path: Path, advantage: str, rows: list[dict[str, float]], is_told: bool
+) -> None:
+    stream = io.StringIO()
+
+    with ProgressDisplay(stream) as display:
+        display.begin_steps("run", 0, 20)
+        config = make_config(tmp_path)
+        config = replace(config, train=replace(config.train, advantage=advantage))
+        journal = RunReporter(config, display, None)
+        for step, row in enumerate([*rows, {}, *rows], 1):
+            journal.look_at_rollouts(config, step, ROW | row)
+
+    told = [line for line in stream.getvalue().splitlines() if "every reward" not in line]
+    if not is_told:
+        assert told == []
+        return
+    (line,) = told
+    assert line.startswith(
+        "  warning: in the steps 2 to 6, more than three quarters of the prompts"
+    )
+    assert advantage in line
+    assert "rollout.drop_zero_variance_groups" in line
 
 
 # -- the end -----------------------------------------------------------------------------
