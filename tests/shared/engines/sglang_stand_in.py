@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import AsyncGenerator, Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -462,5 +463,6 @@ def make_modules(
     modules: dict[str, ModuleType] = {}
     for name, attributes in contents.items():
         modules[name] = ModuleType(name)
+        modules[name].__spec__ = ModuleSpec(name, None, origin=__file__)
         vars(modules[name]).update(attributes)
     return modules
