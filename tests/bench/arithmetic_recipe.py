@@ -171,9 +171,11 @@ def run_umbra(options: argparse.Namespace, write: Callable[[dict[str, Any]], Non
 
 def run_job(command: list[str], metrics: Path, deadline: float, kill_at: int = 0) -> int:
     """The job's status; ends it by SIGTERM when the time is over, by SIGKILL after a step."""
+    from umbra.trainer.reporting.metrics_loggers import read_metrics
+
     with subprocess.Popen(command, start_new_session=True) as job:
         while job.poll() is None and time.time() < deadline:
-            if kill_at and metrics.exists() and metrics.read_bytes().count(b"\n") > kill_at:
+            if kill_at and any(row["step"] >= kill_at for row in read_metrics(metrics)):
                 os.killpg(job.pid, signal.SIGKILL)
             time.sleep(0.2)
         if job.poll() is None:
