@@ -30,6 +30,7 @@ class Command(NamedTuple):
     arguments: Sequence[Argument] = ()
     alternatives: Sequence[Argument] = ()
     needs_alternative: bool = False
+    sft_lacks: str = ""  # what it needs of RUN_DIR, and a run of SFT does not have
 
 
 def umbra_version() -> str:
@@ -163,6 +164,7 @@ COMMANDS: Final = (
             Argument("--newest", type=_positive, metavar="N", help="list at most N (default 20)"),
             _JSON,
         ),
+        sft_lacks="samples",
     ),
     Command(
         "samples",
@@ -188,6 +190,7 @@ COMMANDS: Final = (
                 "--worst", type=_positive, metavar="N", help="the N samples with the lowest rewards"
             ),
         ),
+        sft_lacks="samples",
     ),
     Command(
         "plot",
@@ -226,6 +229,7 @@ COMMANDS: Final = (
                 help=".json or .json.gz (default RUN_DIR/trace/steps-A-B.json.gz)",
             ),
         ),
+        sft_lacks="trace",
     ),
     Command(
         "dataset",
@@ -254,6 +258,7 @@ COMMANDS: Final = (
             ),
         ),
         needs_alternative=True,
+        sft_lacks="samples",
     ),
     Command(
         "replay",
@@ -274,6 +279,7 @@ COMMANDS: Final = (
                 help="a new directory (default: RUN-replay-A-B here)",
             ),
         ),
+        sft_lacks="samples",
     ),
     Command(
         "dash",
@@ -305,6 +311,7 @@ COMMANDS: Final = (
         "because the step in progress took longer than --within or the job failed; 1 if no job "
         "runs or it does not end.",
         (_RUN_DIR, _WITHIN),
+        sft_lacks="supervisor to ask: use Ctrl-C, or SIGTERM for torchrun",
     ),
     Command(
         "preempt",
@@ -314,6 +321,7 @@ COMMANDS: Final = (
         "(torchrun with 1), and RUN_DIR/preempted tells the launcher. launch/slurm/train.sbatch "
         "requeues such a job. Exit statuses are those of stop.",
         (_RUN_DIR, _WITHIN),
+        sft_lacks="supervisor to ask: use Ctrl-C, or SIGTERM for torchrun",
     ),
     Command(
         "drain",
@@ -326,6 +334,7 @@ COMMANDS: Final = (
             _RUN_DIR,
             Argument("node", metavar="NODE", help="its number or id, as the job reported it"),
         ),
+        sft_lacks="supervisor to ask",
     ),
     Command(
         "dump",
@@ -335,6 +344,7 @@ COMMANDS: Final = (
         "the engines, calls that wait and for how long, logs, GPUs. It is printed in short, and "
         "written in full to RUN_DIR/bundles. Nothing is stopped.",
         (_RUN_DIR,),
+        sft_lacks="supervisor to ask",
     ),
     Command(
         "top",
@@ -347,6 +357,7 @@ COMMANDS: Final = (
             _RUN_DIR,
             Argument("--once", action="store_true", help="print one frame and exit"),
         ),
+        sft_lacks="supervisor: umbra plot and umbra dash show its metrics",
     ),
     Command(
         "eval",

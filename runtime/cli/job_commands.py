@@ -55,7 +55,7 @@ NOT_SAVED_STATUS: Final = 3
 def run(arguments: argparse.Namespace) -> int:
     """Returns 0 when the job has ended in order, or has taken the request to drain a node, and
     `NOT_SAVED_STATUS` when it has ended without the checkpoint that was asked for."""
-    run_dir = _folder_of(arguments)
+    run_dir = Path(arguments.run_dir)
     try:
         if arguments.command == "drain":
             return _drain(run_dir, arguments.node)
@@ -64,13 +64,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise
     except OSError as error:
         raise ConfigError(f"cannot use {run_dir}: {error}") from error
-
-
-def _folder_of(arguments: argparse.Namespace) -> Path:
-    run_dir = Path(arguments.run_dir)
-    if not run_dir.is_dir():
-        raise ConfigError(f"{run_dir} is not a directory: give a job's run.dir")
-    return run_dir
 
 
 def _end_job(run_dir: Path, kind: Literal["stop", "preempt"], grace_s: float) -> int:
@@ -168,7 +161,7 @@ def _wait_until(look: Callable[[], bool], deadline: float, what: str) -> None:
 
 
 def dump(arguments: argparse.Namespace) -> int:
-    run_dir = _folder_of(arguments)
+    run_dir = Path(arguments.run_dir)
     try:
         path = _make_bundle(run_dir)
         summary = read_summary(path)

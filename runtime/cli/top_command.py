@@ -19,7 +19,7 @@ from rich.live import Live
 from rich.text import Text
 
 from umbra.runtime.cluster.run_events import RunEvent, read_events
-from umbra.runtime.errors import ConfigError, DeadlineExceeded
+from umbra.runtime.errors import DeadlineExceeded
 from umbra.runtime.reports.job_state import (
     EngineStatus,
     JobState,
@@ -56,8 +56,6 @@ _ENGINE_HEADINGS: Final = [
 def run(arguments: argparse.Namespace) -> int:
     """Shows frames until Ctrl-C, or, without a terminal, prints them until the job ends."""
     run_dir = Path(arguments.run_dir)
-    if not run_dir.is_dir():
-        raise ConfigError(f"{run_dir} is not a directory: give a job's run.dir")
     console = Console()
     if arguments.once or not sys.stdout.isatty() or console.is_dumb_terminal:
         _print_frames(run_dir, once=arguments.once)

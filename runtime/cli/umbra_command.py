@@ -11,10 +11,12 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from io import UnsupportedOperation
+from pathlib import Path
 from typing import Any, Final, TextIO, cast
 
 from umbra.runtime.cli.command_parsers import COMMANDS, command_parsers
 from umbra.runtime.errors import ConfigError, DataError, UmbraError, how_to_install
+from umbra.runtime.reports.run_metrics import recorded_setting
 from umbra.runtime.terminal_text import escape_unprintable
 
 _STATUS: Final = 128 + signal.SIGPIPE
@@ -76,8 +78,10 @@ def _run_reporting_errors(argv: Sequence[str]) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     # By name, because nothing here imports the trainer.
-    target = next(command.target for command in COMMANDS if command.name == arguments.command)
-    module_name, _, function = target.partition(":")
+    command = next(command for command in COMMANDS if command.name == arguments.command)
+    if "run_dir" in arguments:
+        _check_run_dir(Path(arguments.run_dir), command.sft_lacks)
+    module_name, _, function = command.target.partition(":")
     try:
         module = import_module(module_name)
     except ModuleNotFoundError as error:
@@ -87,6 +91,15 @@ def _run(arguments: argparse.Namespace) -> int:
             f"umbra {arguments.command} needs aiohttp: {how_to_install('serve')}"
         ) from error
     return int(getattr(module, function)(arguments))
+
+
+def _check_run_dir(run_dir: Path, sft_lacks: str) -> None:
+    if not run_dir.is_dir():
+        raise ConfigError(
+            f"there is no folder {run_dir}: give the one that the job's config calls run.dir"
+        )
+    if sft_lacks and recorded_setting(run_dir, "sft", "batch_size") is not None:
+        raise ConfigError(f"{run_dir} is a run of SFT, which has no {sft_lacks}")
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -41,10 +41,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def run(arguments: argparse.Namespace) -> int:
-    run_dir = Path(arguments.run_dir)
-    if not run_dir.is_dir():
-        raise ConfigError(f"{run_dir} is not a directory: give a job's run.dir")
-    asyncio.run(_serve(run_dir, arguments.host, arguments.port))
+    asyncio.run(_serve(Path(arguments.run_dir), arguments.host, arguments.port))
     return 0
 
 

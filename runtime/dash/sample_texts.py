@@ -30,10 +30,6 @@ _MARGIN: Final = "  | "
 
 
 def open_ledger(run_dir: Path) -> LedgerIndex:
-    if not run_dir.is_dir():
-        raise ConfigError(
-            f"there is no folder {run_dir}: give the one that the job's config calls run.dir"
-        )
     managers = managers_of(run_dir)  # a run has one
     if not managers:
         raise ConfigError(

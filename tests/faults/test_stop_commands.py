@@ -126,7 +126,7 @@ def test_a_directory_without_a_running_job_is_reported(folder: Path) -> None:
 
     assert [one.returncode for one in done] == [1, 2]
     assert f"no job is running in {folder}" in done[0].stderr
-    assert "is not a directory" in done[1].stderr
+    assert "there is no folder" in done[1].stderr
 
 
 def test_a_killed_job_is_reported_and_its_request_does_not_stop_the_next_one(

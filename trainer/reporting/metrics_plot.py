@@ -110,11 +110,11 @@ def draw(panels: Sequence[Panel], title: str) -> Any:
 
 
 def _read(run_dir: RunDir) -> Rows:
-    remedy = "give the folder that a training run's config calls run.dir"
-    if not run_dir.path.is_dir():
-        raise DataError(f"there is no folder {run_dir.path}: {remedy}")
     if not run_dir.metrics.exists():
-        raise DataError(f"{run_dir.path} is not a run's folder, it has no metrics.jsonl: {remedy}")
+        raise DataError(
+            f"{run_dir.path} is not a run's folder, it has no metrics.jsonl: give the folder that "
+            "a training run's config calls run.dir"
+        )
     try:
         rows = read_metrics(run_dir.metrics)
     except OSError as error:

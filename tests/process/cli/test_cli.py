@@ -40,7 +40,7 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         (["ledger", "runs/a", "--newest", "0"], "'0' is not a positive whole number"),
         (["samples", "runs/a", "--step", str(1 << 63)], "is not a positive whole number below"),
         (["replay", "runs/a", "--steps", "1-5"], "below 2**63: use A:B, such as 10:12"),
-        (["dataset", "runs/a", "--best", "5", "-o", "best.csv"], "end the name with .jsonl"),
+        (["dataset", ".", "--best", "5", "-o", "best.csv"], "end the name with .jsonl"),
         (["serve"], "required: CONFIG\n"),
         (["serve", "a.toml", "--prot", "8", "pool.count=2"], "unrecognized arguments: --prot"),
         (["generate", "--prompt", "\udcff"], "--prompt: is not text"),
@@ -78,7 +78,7 @@ def test_another_pipe_that_breaks_is_an_error_as_any(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("umbra.runtime.cli.job_commands.run", command)
 
     with pytest.raises(BrokenPipeError):
-        run_main("stop", "run")
+        run_main("stop", ".")
 
 
 def test_no_output_at_all_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,6 +118,35 @@ def run_dir(tmp_path: Path) -> Path:
     event = {"time": 0.0, "kind": "stop", "who": "rank 0", "text": "rank 0 got SIGINT"}
     (tmp_path / "events.jsonl").write_text(json.dumps(event) + "\n{")
     return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("argv", "lacks"),
+    [
+        (["ledger"], "samples\n"),
+        (["samples"], "samples\n"),
+        (["dataset", "--best", "1"], "samples\n"),
+        (["replay", "--steps", "1:2"], "samples\n"),
+        (["trace"], "trace\n"),
+        (["top"], "supervisor: umbra plot and umbra dash show its metrics\n"),
+        (["dump"], "supervisor to ask\n"),
+        (["drain", "node-1"], "supervisor to ask\n"),
+        (["stop"], "supervisor to ask: use Ctrl-C, or SIGTERM for torchrun\n"),
+        (["preempt"], "supervisor to ask: use Ctrl-C, or SIGTERM for torchrun\n"),
+    ],
+)
+def test_a_command_names_what_a_run_of_sft_lacks(
+    run_dir: Path, argv: list[str], lacks: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"folder": "/", "settings": {"train": {"steps": 3}, "sft": {"batch_size": 64}}}
+    (run_dir / "settings.json").write_text(json.dumps(settings))
+
+    assert main([argv[0], str(run_dir), *argv[1:]]) == 2
+
+    said = f"umbra: {run_dir} is a run of SFT, which has no {lacks}"
+    assert capsys.readouterr().err == said
+    assert main([argv[0], str(run_dir / "none"), *argv[1:]]) == 2
+    assert f"there is no folder {run_dir / 'none'}: give" in capsys.readouterr().err
 
 
 @pytest.mark.process
