@@ -197,11 +197,12 @@ def test_umbra_eval_scores_models_as_their_training_did(folder: Path) -> None:
     )
 
     averaged = scores("--checkpoint", folder / "run/checkpoints/step-000002", "--ema")
-    refused = evaluate("--checkpoint", folder / "run")
+    refused = evaluate("--checkpoint", folder / "run", f"run.dir={folder}/other")
     without_checkpoint = evaluate("--ema")
 
     assert refused.returncode == 2
-    assert "is not a complete checkpoint: name one of the folders in" in refused.stderr
+    near = f"name one of the folders in {folder}/run/checkpoints, such as step-000002"
+    assert f"run is not a checkpoint: {near}" in refused.stderr
     assert without_checkpoint.returncode == 2
     assert "--ema evaluates a checkpoint's moving average: name a" in without_checkpoint.stderr
     assert averaged["model"].endswith("/step-000002, moving average")

@@ -27,7 +27,7 @@ from umbra.runtime.text.model_files import read_model_config
 from umbra.trainer.checkpoint.checkpoint_store import StoredParameters
 from umbra.trainer.checkpoint.file_digests import find_damage
 from umbra.trainer.checkpoint.run_dir import recorded_model
-from umbra.trainer.checkpoint.trainer_state import check_base, is_complete, read_trainer_state
+from umbra.trainer.checkpoint.trainer_state import check_base, check_complete, read_trainer_state
 from umbra.trainer.config.trainer_config import LoraSection, ModelSection
 from umbra.trainer.model.lora_layers import (
     adapted_layers,
@@ -68,11 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Exports, and prints the directory. Raises ConfigError if the checkpoint is incomplete, its
     run's model is unknown, or the directory exists."""
     checkpoint = Path(arguments.checkpoint)
-    if not is_complete(checkpoint):
-        raise ConfigError(
-            f"{checkpoint} is not a complete checkpoint: name one of the folders in "
-            "RUN_DIR/checkpoints"
-        )
+    check_complete(checkpoint)
     run_dir = checkpoint.absolute().parents[1]
     target = Path(arguments.out or f"{run_dir.name}-{checkpoint.name}")
     if target.exists():

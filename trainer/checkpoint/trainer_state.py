@@ -51,12 +51,24 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     return sorted(filter(is_complete, found), key=checkpoint_step)
 
 
+def check_complete(path: Path) -> None:
+    """Raises ConfigError, naming a checkpoint near `path`, if it is not a complete one."""
+    if is_complete(path):
+        return
+    what = "does not exist"
+    if path.is_dir():
+        is_one = checkpoint_step(path) >= 0
+        what = "is incomplete: its save was interrupted" if is_one else "is not a checkpoint"
+    folders = (path.parent, path, path / "checkpoints")
+    near = [newest for each in folders for newest in complete_checkpoints(each)[-1:]]
+    where = f"{near[0].parent}, such as {near[0].name}" if near else "RUN_DIR/checkpoints"
+    raise ConfigError(f"checkpoint {path} {what}: name one of the folders in {where}")
+
+
 def read_trainer_state(path: Path) -> TrainerState:
     """Raises ConfigError if `path` is not a complete checkpoint, RunDirectoryError if the file
     cannot be read or is damaged."""
-    if not is_complete(path):
-        what = "is incomplete: its save was interrupted" if path.is_dir() else "does not exist"
-        raise ConfigError(f"checkpoint {path} {what}; choose another or set run.resume = 'auto'")
+    check_complete(path)
     with reading_checkpoint(path, STATE_FILE):
         return TrainerState(**json.loads((path / STATE_FILE).read_text()))
 

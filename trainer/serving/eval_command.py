@@ -25,8 +25,8 @@ from umbra.runtime.rollout.prompts import PromptSet
 from umbra.runtime.session.rollouts import Rollouts
 from umbra.runtime.session.session import Session
 from umbra.runtime.text.model_tokenizer import ModelTokenizer
-from umbra.trainer.checkpoint.run_dir import RunDir, RunLock
-from umbra.trainer.checkpoint.trainer_state import is_complete
+from umbra.trainer.checkpoint.run_dir import RunLock
+from umbra.trainer.checkpoint.trainer_state import check_complete
 from umbra.trainer.config.config_file import load_config
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.data.hub_paths import with_local_paths
@@ -79,11 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
     prompt_budget(config).for_eval().check()
     check_held_out(config.data, config.eval.sets)
     checkpoint = Path(arguments.checkpoint) if arguments.checkpoint else None
-    if checkpoint is not None and not is_complete(checkpoint):
-        raise ConfigError(
-            f"--checkpoint {checkpoint} is not a complete checkpoint: name one of the folders in "
-            f"{RunDir(config.run.dir).checkpoints}"
-        )
+    if checkpoint is not None:
+        check_complete(checkpoint)
     if arguments.ema and checkpoint is None:
         raise ConfigError("--ema evaluates a checkpoint's moving average: name a --checkpoint")
     folder = config.run.dir / "eval"

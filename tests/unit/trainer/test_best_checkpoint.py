@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from umbra.runtime.cli.umbra_command import main
 from umbra.runtime.errors import ConfigError
 from umbra.trainer.checkpoint.file_digests import DigestingFileSystem, complete, find_damage
 from umbra.trainer.checkpoint.trainer_state import (
@@ -17,6 +18,7 @@ from umbra.trainer.checkpoint.trainer_state import (
     BestCheckpoint,
     TrainerState,
     best_checkpoint,
+    read_trainer_state,
 )
 
 ROWS = [
@@ -158,3 +160,32 @@ def test_digests_that_cannot_be_read_are_damage(checkpoint: Path, content: str) 
     (checkpoint / "COMPLETE").write_text(content)
 
     assert find_damage(checkpoint).startswith("COMPLETE does not have the digests of its files")
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ("run/checkpoints/step-60", "does not exist"),
+        ("run/checkpoints/step-000003", "is incomplete: its save was interrupted"),
+        ("run/checkpoints", "is not a checkpoint"),
+        ("run", "is not a checkpoint"),
+    ],
+)
+def test_a_refused_path_names_a_checkpoint_near_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: str, what: str
+) -> None:
+    folder = tmp_path / "run/checkpoints"
+    for step in (1, 2, 3):
+        (folder / f"step-{step:06d}").mkdir(parents=True)
+    for step in (2, 1):
+        (folder / f"step-{step:06d}" / COMPLETE).touch()
+    path = tmp_path / given
+    remedy = f"name one of the folders in {folder}, such as step-000002"
+    expected = f"checkpoint {path} {what}: {remedy}"
+
+    with pytest.raises(ConfigError) as refused:
+        read_trainer_state(path)
+    status = main(["export", str(path), str(tmp_path / "out")])
+
+    assert str(refused.value) == expected
+    assert (status, capsys.readouterr().err) == (2, f"umbra: {expected}\n")
