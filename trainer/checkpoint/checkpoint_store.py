@@ -50,13 +50,13 @@ from umbra.runtime.settings import from_wire, to_wire
 from umbra.runtime.tracing.spans import span
 from umbra.trainer.checkpoint.file_digests import DigestingFileSystem, complete, find_damage
 from umbra.trainer.checkpoint.host_copy import HostCopy
+from umbra.trainer.checkpoint.run_dir import check_base
 from umbra.trainer.checkpoint.trainer_state import (
     COMPLETE,
     IF_DAMAGED,
     STATE_FILE,
     TrainerState,
     best_checkpoint,
-    check_base,
     checkpoint_step,
     complete_checkpoints,
     describe_cause,

@@ -26,8 +26,8 @@ from umbra.runtime.settings import from_wire
 from umbra.runtime.text.model_files import read_model_config
 from umbra.trainer.checkpoint.checkpoint_store import StoredParameters
 from umbra.trainer.checkpoint.file_digests import find_damage
-from umbra.trainer.checkpoint.run_dir import recorded_model
-from umbra.trainer.checkpoint.trainer_state import check_base, check_complete, read_trainer_state
+from umbra.trainer.checkpoint.run_dir import check_base, recorded_model
+from umbra.trainer.checkpoint.trainer_state import check_complete, read_trainer_state
 from umbra.trainer.config.trainer_config import LoraSection, ModelSection
 from umbra.trainer.model.lora_layers import (
     adapted_layers,
@@ -104,11 +104,11 @@ def export_checkpoint(
         )
     state = read_trainer_state(checkpoint)
     section = replace(section, lora=from_wire(LoraSection, state.lora))
+    check_base(checkpoint, state, origin(section).get("base", ""))
     dtype: torch.dtype = getattr(torch, section.compute_dtype)
     prepared = prepare_causal_lm(replace(section, attention="padded"), dtype)
     saved = StoredParameters(checkpoint, is_average=is_average)
     trained = _Trained(prepared.model, saved, section.lora, dtype)
-    check_base(checkpoint, state, origin(section).get("base", ""))
     if prepared.weights is None:
         model = prepared.model
         for name, parameter in model.named_parameters():

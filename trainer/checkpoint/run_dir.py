@@ -9,13 +9,19 @@ import os
 import socket
 import time
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Self, cast
 
-from umbra.runtime.errors import ConfigError
+from umbra.runtime.engine_api.weight_files import WeightFiles
+from umbra.runtime.errors import ConfigError, DataError
 from umbra.runtime.settings import chosen_settings, from_wire, shown_settings
-from umbra.trainer.checkpoint.trainer_state import complete_checkpoints, read_trainer_state
+from umbra.trainer.checkpoint.trainer_state import (
+    TrainerState,
+    complete_checkpoints,
+    read_trainer_state,
+)
 from umbra.trainer.config.sft_config import SftConfig
 from umbra.trainer.config.trainer_config import ModelSection, RunSection, TrainerConfig
 from umbra.trainer.world.run_files import (
@@ -239,6 +245,22 @@ def recorded_model(run_dir: Path, path: str | None = None) -> ModelSection:
             f"{place} does not have the settings of the checkpoint's run ({error}): the checkpoint "
             "has to be in RUN_DIR/checkpoints"
         ) from error
+
+
+def check_base(path: Path, state: TrainerState, base: str) -> None:
+    """Raises ConfigError if a checkpoint's adapters are of other weights than those with the digest
+    `base`. The message has the path of the right ones if its run has recorded it."""
+    if state.base == base:
+        return
+    remedy = "name the model that their run started from"
+    with suppress(ConfigError, DataError):
+        start = recorded_model(path.absolute().parents[1]).path
+        if WeightFiles(start).digest() == state.base:
+            remedy = f"append model.path={start}"
+    raise ConfigError(
+        f"the adapters in checkpoint {path} were trained on other weights than those in "
+        f"model.path: {remedy}"
+    )
 
 
 def _set_aside(run_dir: RunDir) -> None:

@@ -73,16 +73,6 @@ def read_trainer_state(path: Path) -> TrainerState:
         return TrainerState(**json.loads((path / STATE_FILE).read_text()))
 
 
-def check_base(path: Path, state: TrainerState, base: str) -> None:
-    """Raises ConfigError if a checkpoint's adapters are of other weights than those with the digest
-    `base`."""
-    if state.base != base:
-        raise ConfigError(
-            f"the adapters in checkpoint {path} were trained on other weights than those in "
-            "model.path: name the model that their run started from"
-        )
-
-
 @contextmanager
 def reading_checkpoint(checkpoint: Path, name: str) -> Generator[None]:
     """Turns any error in reading a file of a checkpoint into one with file name and remedy: damaged

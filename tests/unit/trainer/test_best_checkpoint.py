@@ -1,4 +1,4 @@
-"""The link to the best checkpoint, and the digests of files."""
+"""The link to the best checkpoint, refused paths and bases, and the digests of files."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file  # pyright: ignore[reportUnknownVariableType]
 
 from umbra.runtime.cli.umbra_command import main
+from umbra.runtime.engine_api.weight_files import WeightFiles
 from umbra.runtime.errors import ConfigError
 from umbra.trainer.checkpoint.file_digests import DigestingFileSystem, complete, find_damage
+from umbra.trainer.checkpoint.run_dir import check_base
 from umbra.trainer.checkpoint.trainer_state import (
     COMPLETE,
     STATE_FILE,
@@ -189,3 +193,26 @@ def test_a_refused_path_names_a_checkpoint_near_it(
 
     assert str(refused.value) == expected
     assert (status, capsys.readouterr().err) == (2, f"umbra: {expected}\n")
+
+
+def test_adapters_of_another_model_name_the_one_that_their_run_has_recorded(
+    tmp_path: Path,
+) -> None:
+    bases = [tmp_path / "work/base", tmp_path / "other"]
+    for value, base in enumerate(bases):
+        base.mkdir(parents=True)
+        save_file({"weight": np.full(4, value, np.float32)}, base / "model.safetensors")
+    of_run, other = (WeightFiles(base).digest() for base in bases)
+    model = {"path": "base", "lora": {"rank": 2}}
+    (tmp_path / "run").mkdir()
+    recorded = {"folder": str(tmp_path / "work"), "settings": {"model": model}}
+    (tmp_path / "run/settings.json").write_text(json.dumps(recorded))
+    checkpoint = tmp_path / "run/checkpoints/step-000001"
+    state = TrainerState(step=1, version=1, world_size=1, seed=0, base=of_run)
+
+    check_base(checkpoint, state, of_run)
+    with pytest.raises(ConfigError, match=rf"in model\.path: append model.path={bases[0]}$"):
+        check_base(checkpoint, state, other)
+    (bases[0] / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"in model\.path: name the model"):
+        check_base(checkpoint, state, other)
