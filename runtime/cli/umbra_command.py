@@ -105,6 +105,8 @@ def _check_run_dir(run_dir: Path, sft_lacks: str) -> None:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     """Options may come before, between and after the settings of a command's config."""
     parser, commands = command_parsers()
+    if not argv:
+        parser.exit(2, parser.format_help())
     if not argv or argv[0] not in commands:
         return parser.parse_args(argv)
     arguments = commands[argv[0]].parse_intermixed_args(argv[1:])

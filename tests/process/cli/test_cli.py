@@ -35,7 +35,7 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "COMMAND"),
+        ([], "generate  one completion\n"),
         (["frobnicate"], "invalid choice: 'frobnicate'"),
         (["ledger", "runs/a", "--newest", "0"], "'0' is not a positive whole number"),
         (["samples", "runs/a", "--step", str(1 << 63)], "is not a positive whole number below"),
