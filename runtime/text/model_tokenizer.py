@@ -288,7 +288,8 @@ class ModelTokenizer:
         if not self.state.chat_template:
             raise DataError(
                 f"{self.state.model_path}: the tokenizer has no chat template, so it cannot render "
-                "messages; add one, or give plain prompts (data.format = 'text')"
+                "messages; put one into this folder, a file chat_template.jinja as that of the "
+                "model's instruct variant, or give plain prompts (data.format = 'text')"
             )
         if wrong := sorted(_ARGUMENTS.intersection(variables)):
             raise DataError(

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from byte_tokenizer import byte_tokenizer
 from model_folders import special, write_model_folder
 from transformers import AutoTokenizer
 
@@ -137,10 +136,16 @@ def test_text_that_is_no_special_token_stays_though_it_ends_a_completion(tmp_pat
     assert tokenizer.decode_completion(tokenizer.encode("so:</s>")) == "so:"
 
 
-def test_messages_are_refused_where_no_chat_template_is(tmp_path: Path) -> None:
-    tokenizer = byte_tokenizer(tmp_path)
+def test_messages_are_refused_until_a_chat_template_is_put_where_it_is_asked_for(
+    tmp_path: Path,
+) -> None:
+    folder = write_model_folder(tmp_path / "model", template="")
+    tokenizer = ModelTokenizer.open(folder)
 
-    with pytest.raises(DataError, match="has no chat template"):
+    with pytest.raises(DataError, match=r"no chat template.*folder, a file chat_template\.jinja"):
         tokenizer.render_chat(MESSAGES, {})
     with pytest.raises(DataError, match="has no chat template"):
         tokenizer.render_whole(MESSAGES, {}, asks_for_answer=True)
+
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}!")
+    assert ModelTokenizer.open(folder).render_chat(MESSAGES, {}) == "é <|im_end|> 2+2?!"
