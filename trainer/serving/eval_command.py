@@ -20,7 +20,7 @@ from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.cluster.environment import TorchrunEnvironment
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.pools.pool_spec import PoolSpec
-from umbra.runtime.rollout.manager.evaluation import paired_interval, sign_flip_p
+from umbra.runtime.rollout.manager.evaluation import compare_pairs
 from umbra.runtime.rollout.prompts import PromptSet
 from umbra.runtime.session.rollouts import Rollouts
 from umbra.runtime.session.session import Session
@@ -242,7 +242,7 @@ def comparison(path_a: Path, path_b: Path) -> list[list[str]]:
     for name, pairs in sets.items():
         right_a, right_b = np.asarray(pairs).T
         gained, a_share, b_share = right_b - right_a, right_a / num_each, right_b / num_each
-        low, high = paired_interval(a_share, b_share, num_each)
+        p, (low, high) = compare_pairs(gained, num_each)
         means = [
             f"{a_share.mean():.4f}",
             f"{b_share.mean():.4f}",
@@ -250,7 +250,7 @@ def comparison(path_a: Path, path_b: Path) -> list[list[str]]:
         ]
         better = [str(np.count_nonzero(gained < 0)), str(np.count_nonzero(gained > 0))]
         row = [name, str(len(pairs)), *means, f"[{low:+.4f}, {high:+.4f}]", *better]
-        cells.append([*row, f"{sign_flip_p(gained):.2g}"])
+        cells.append([*row, f"{p:.2g}"])
     return cells
 
 

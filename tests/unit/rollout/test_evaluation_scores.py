@@ -14,11 +14,10 @@ from rollout_samples import arrays, make_trajectory
 
 from umbra.runtime.rollout.dispatch.trajectory import Group
 from umbra.runtime.rollout.manager.evaluation import (
+    compare_pairs,
     evaluation_scores,
     mean_interval,
-    paired_interval,
     pass_at_k,
-    sign_flip_p,
     worst_and_best,
 )
 from umbra.runtime.rollout.rollout_config import DispatchConfig, RolloutConfig
@@ -149,10 +148,9 @@ def test_long_samples_are_cut_around_the_end_of_the_prompt() -> None:
     assert len(msgpack.packb(found)) < 64 * 1024
 
 
-def pairs(both: int, only_a: int, only_b: int, neither: int) -> NDArray[np.float64]:
-    """Right samples [2, P] of A and B, one of each prompt."""
-    rows = [(1, 1)] * both + [(1, 0)] * only_a + [(0, 1)] * only_b + [(0, 0)] * neither
-    return np.asarray(rows, np.float64).T
+def one_each(only_a: int, only_b: int, equal: int) -> NDArray[np.int64]:
+    """B's right samples minus A's, of one sample of each prompt."""
+    return np.asarray([-1] * only_a + [1] * only_b + [0] * equal)
 
 
 @pytest.mark.parametrize(
@@ -190,9 +188,7 @@ def test_one_sample_a_prompt_has_mcnemars_exact_test(
     """The first is the example of Fagerland, Lydersen and Laake, BMC Medical Research Methodology
     2013, 13:91, which is 2 * (1 + 8) / 2**8; the second is 2 * 110056 / 2**22, and 110056 the
     number of ways to choose up to 6 out of 22."""
-    gained = np.asarray([-1] * only_a + [1] * only_b + [0] * 50)
-
-    assert sign_flip_p(gained) == pytest.approx(expected, abs=5e-5)
+    assert compare_pairs(one_each(only_a, only_b, 50), 1)[0] == pytest.approx(expected, abs=5e-5)
 
 
 @pytest.mark.parametrize(
@@ -205,8 +201,8 @@ def test_several_samples_a_prompt_have_the_share_of_flips_with_as_large_a_sum(
 
     share = sum(abs(total) >= abs(sum(gained)) for total in sums) / len(sums)
 
-    assert sign_flip_p(np.asarray(gained)) == pytest.approx(share, rel=1e-12)
-    assert sign_flip_p(-np.asarray(gained)) == pytest.approx(share, rel=1e-12)
+    assert compare_pairs(np.asarray(gained), 9)[0] == pytest.approx(share, rel=1e-12)
+    assert compare_pairs(-np.asarray(gained), 9)[0] == pytest.approx(share, rel=1e-12)
 
 
 def test_many_prompts_of_many_samples_come_near_the_normal_distribution() -> None:
@@ -214,42 +210,64 @@ def test_many_prompts_of_many_samples_come_near_the_normal_distribution() -> Non
 
     expected = math.erfc((abs(gained.sum()) - 1) / math.sqrt(2 * (gained**2).sum()))
 
-    assert sign_flip_p(gained) == pytest.approx(expected, rel=1e-3)
+    assert compare_pairs(gained, 9)[0] == pytest.approx(expected, rel=1e-3)
 
 
 def test_of_many_prompts_the_smallest_chances_are_right() -> None:
-    assert sign_flip_p(np.ones(1000, np.int64)) == pytest.approx(2.0**-999)
+    assert compare_pairs(np.ones(1000, np.int64), 9)[0] == pytest.approx(2.0**-999)
 
 
-def test_one_sample_a_prompt_has_newcombes_interval() -> None:
-    """By hand, for Altman, Statistics with Confidence, 2000, table 6.2: 14 both, 5 only A, 22
-    neither. Wilson's intervals are 19/41: [0.3208, 0.6125] and 14/41: [0.2160, 0.4945]."""
-    a, b = pairs(14, 5, 0, 22)
-    phi = (14 * 22) / (19 * 22 * 14 * 27) ** 0.5
-    below = (0.3415 - 0.2160, 0.6125 - 0.4634)
-    above = (0.4945 - 0.3415, 0.4634 - 0.3208)
-    low, high = ((x * x - 2 * phi * x * y + y * y) ** 0.5 for x, y in (below, above))
+@pytest.mark.parametrize(
+    ("only_a", "only_b", "limits"), [(5, 0, (0.0, 0.5218)), (7, 3, (0.0667, 0.6525))]
+)
+def test_one_sample_a_prompt_has_the_interval_of_clopper_and_pearson(
+    only_a: int, only_b: int, limits: tuple[float, float]
+) -> None:
+    """By hand for 41 prompts; `limits` are the published ones of B's share of those that differ."""
+    num = only_a + only_b
+    differing = np.asarray([1.0] * num + [0.0] * (41 - num))
+    mean, (_, most) = num / 41, mean_interval(differing, 1)
+    share, low, high = (2 * part - 1 for part in (only_b / num, *limits))
+    below = math.hypot(mean * (share - low), low * (most - mean))
+    above = math.hypot(mean * (high - share), high * (most - mean))
 
-    found = paired_interval(a, b, 1)
+    _, found = compare_pairs(one_each(only_a, only_b, 41 - num), 1)
 
-    assert found == pytest.approx((-5 / 41 - low, -5 / 41 + high), abs=2e-4)
+    assert found == pytest.approx((mean * share - below, mean * share + above), abs=1e-4)
 
 
-def test_several_samples_a_prompt_have_the_normal_interval_of_differences() -> None:
-    rng = np.random.default_rng(3)
-    a, b = rng.integers(0, 9, (2, 40)) / 8
-    differences = b - a
-    half = 1.959964 * differences.std(ddof=1) / 40**0.5
+def test_the_interval_excludes_0_where_the_test_rejects() -> None:
+    rng = np.random.default_rng(5)
+    compared = [(one_each(a, b, 100 - a - b), 1) for a in range(11) for b in range(11)]
+    compared += [(rng.integers(-8, 9, 20) + shift, 16) for shift in range(6) for _ in range(10)]
+    rejected = 0
+    for gained, num_each in compared:
+        p, (low, high) = compare_pairs(gained, num_each)
 
-    found = paired_interval(a, b, 8)
+        assert (low > 0 or high < 0) == (p < 0.05)
+        assert low <= gained.mean() / num_each <= high
+        rejected += p < 0.05
+    assert 20 < rejected < len(compared) - 20
 
-    expected = (differences.mean() - half, differences.mean() + half)
-    assert found == pytest.approx(expected, rel=1e-12)
+
+def test_several_samples_a_prompt_have_nearly_the_normal_interval_of_differences() -> None:
+    gained = np.random.default_rng(3).integers(-8, 9, 2000) + 1
+    half = 1.959964 * gained.std(ddof=1) / 8 / 2000**0.5
+
+    _, (low, high) = compare_pairs(gained, 8)
+
+    mean = gained.mean() / 8
+    assert (low, high) == pytest.approx((mean - half, mean + half), abs=0.05 * half)
+
+
+def test_limits_are_found_where_chances_at_equal_quality_are_below_the_smallest_number() -> None:
+    p, (low, high) = compare_pairs(one_each(3, 1197, 119), 1)
+
+    assert p == 0.0
+    assert 0.88 < low < 1194 / 1319 < high < 0.93
 
 
 def test_equal_results_have_an_interval_with_a_width() -> None:
-    right = np.ones(20)
+    _, (low, high) = compare_pairs(np.zeros(20, np.int64), 4)
 
-    low, high = paired_interval(right, right, 4)
-
-    assert high == -low == pytest.approx(1 - mean_interval(right, 1)[0])
+    assert high == -low == pytest.approx(1 - mean_interval(np.ones(20), 1)[0])

@@ -60,7 +60,7 @@ def test_the_command_compares_and_needs_no_config(
     assert statuses == [0, 2, 2]
     assert shown.out.splitlines() == [
         "set   prompts       A       B    B - A       95 % interval  A better  B better       p",
-        "eval       10  0.0000  0.8000  +0.8000  [+0.3840, +0.9433]         0         8  0.0078",
+        "eval       10  0.0000  0.8000  +0.8000  [+0.2034, +0.9433]         0         8  0.0078",
     ]
     assert shown.err.splitlines() == [
         "umbra: --compare evaluates nothing: leave CONFIG and --checkpoint out",
