@@ -256,7 +256,7 @@ def check_base(path: Path, state: TrainerState, base: str) -> None:
     with suppress(ConfigError, DataError):
         start = recorded_model(path.absolute().parents[1]).path
         if WeightFiles(start).digest() == state.base:
-            remedy = f"append model.path={start}"
+            remedy = f"append model.path={start}, or leave out --model of umbra export"
     raise ConfigError(
         f"the adapters in checkpoint {path} were trained on other weights than those in "
         f"model.path: {remedy}"
