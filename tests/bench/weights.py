@@ -29,7 +29,9 @@ from bench_report import BenchError, describe, median_of, positive, progress, to
 from qwen3_shapes import SHAPES
 from sync_case import ENGINE, POOL, SyncCase
 
+from umbra.runtime.cluster.environment import visible_gpus
 from umbra.runtime.process.descendants import kill_all_descendants
+from umbra.runtime.process.nvml import count_gpus
 from umbra.runtime.process.prctl import become_subreaper, die_with_parent
 from umbra.runtime.tracing.spans import TraceEvent
 from umbra.runtime.tracing.trace_files import LEAD, TraceFiles
@@ -56,6 +58,9 @@ def main() -> int:
     parser.add_argument("--syncs", type=positive, default=20, dest="num_syncs")
     parser.add_argument("--checksums", action="store_true", dest="has_checksums")
     case = SyncCase(**vars(parser.parse_args()))
+    # Without torch, whose import takes seconds.
+    if case.device == "cuda" and (num_found := len(visible_gpus(count_gpus()))) < case.num_ranks:
+        parser.error(f"--device cuda needs {case.num_ranks}: found {num_found} usable CUDA device")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     become_subreaper()
     print(json.dumps(_measure(case)))
