@@ -58,9 +58,10 @@ def main() -> int:
     parser.add_argument("--syncs", type=positive, default=20, dest="num_syncs")
     parser.add_argument("--checksums", action="store_true", dest="has_checksums")
     case = SyncCase(**vars(parser.parse_args()))
-    # Without torch, whose import takes seconds.
-    if case.device == "cuda" and (num_found := len(visible_gpus(count_gpus()))) < case.num_ranks:
-        parser.error(f"--device cuda needs {case.num_ranks}: found {num_found} usable CUDA device")
+    num_found = len(visible_gpus(count_gpus()))  # without torch, whose import takes seconds
+    if case.device == "cuda" and num_found < case.num_ranks:
+        found = num_found or "no"
+        parser.error(f"--device cuda needs {case.num_ranks}: found {found} usable CUDA device")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     become_subreaper()
     print(json.dumps(_measure(case)))
