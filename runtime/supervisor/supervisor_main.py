@@ -16,7 +16,6 @@ import contextlib
 import json
 import logging
 import os
-import resource
 import shutil
 import sys
 from pathlib import Path
@@ -47,11 +46,6 @@ logger = logging.getLogger(__name__)
 
 _LOOK_INTERVAL_S = 1.0
 """Interval of checks for orphans and the socket directory. Longer: orphans live longer."""
-
-_NUM_FILES = 262_144
-"""Files that a process may open if the hard limit allows it. A connection takes four, and the
-common soft limit, 1,024, ends at 250 connections. More: programs that close all possible files when
-they start, one by one, take seconds."""
 
 
 def start_supervisor(
@@ -149,12 +143,6 @@ async def _look_around(supervisor: Supervisor, socket_dir: Path) -> None:
             supervisor.notes.note(text, "fault", "supervisor")
 
 
-def allow_many_files() -> None:
-    """Raises the soft limit of open files, for this process and all below it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(_NUM_FILES, hard)), hard))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("run_dir", nargs="?")
@@ -164,7 +152,6 @@ def main() -> None:
     os.set_inheritable(arguments.ready_fd, False)
     become_subreaper()
     answer_stack_requests()
-    allow_many_files()
     config = SupervisorConfig.from_json(sys.stdin.buffer.read())
     logging.basicConfig(
         level=config.log_level,
