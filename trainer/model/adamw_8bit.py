@@ -18,9 +18,11 @@ _MIN_BLOCK: Final = 32
 _DECADES: Final = 6
 """Powers of ten between a block's least and largest levels. With fewer, small gradients move their
 parameters less than in AdamW; with more, levels are farther apart than 6 % (12 % of both signs)."""
-_CHUNK: Final = 1 << 16
-"""Blocks computed at once. With fewer, kernels end before the next are launched; uncompiled, more
-take more memory meanwhile, 40 bytes for each element."""
+_CHUNK: Final = 1 << 14
+"""Blocks computed at once where nothing is compiled. More take more memory meanwhile, 40 bytes for
+each element; fewer launch more kernels."""
+_COMPILED_CHUNK: Final = 1 << 16
+"""With fewer, kernels end before the next are launched."""
 _OCTAVES: Final = _DECADES * math.log2(10)
 _LAST: Final = 255
 _LAST_SIGNED: Final = 126
@@ -48,6 +50,7 @@ class AdamW8bit(torch.optim.Optimizer):
     ) -> None:
         super().__init__(groups, options)
         self._update = compile_with_constants(_update) if compiles else _update
+        self._num_blocks = _COMPILED_CHUNK if compiles else _CHUNK
         self._chunks: dict[Tensor, list[Sequence[Tensor]]] = {}  # views that take long to make
 
     @torch.no_grad()
@@ -60,13 +63,21 @@ class AdamW8bit(torch.optim.Optimizer):
                 state, size = self.state[parameter], block_size(parameter)
                 state["step"] += 1
                 if parameter not in self._chunks:
-                    codes = [_split(state[moment], size) for moment in _MOMENTS]
-                    scales = [_split(state[moment + _SCALE], 1) for moment in _MOMENTS]
-                    whole = (_split(parameter, size), *codes, *scales)
+                    codes = [self._split(state[moment], size) for moment in _MOMENTS]
+                    scales = [self._split(state[moment + _SCALE], 1) for moment in _MOMENTS]
+                    whole = (self._split(parameter, size), *codes, *scales)
                     self._chunks[parameter] = list(zip(*whole, strict=True))
-                gradients = _split(parameter.grad, size)
+                gradients = self._split(parameter.grad, size)
                 for gradient, chunk in zip(gradients, self._chunks[parameter], strict=True):
                     self._update(gradient, chunk, state["step"], rate, kept, *constants)
+
+    def _split(self, tensor: Tensor, size: int) -> Sequence[Tensor]:
+        """[B, size] each."""
+        rows, untyped = cast("Any", local_part(tensor)).view(-1, size), cast("Any", torch)
+        chunks: Sequence[Tensor] = rows.split(self._num_blocks)
+        for chunk in chunks:
+            untyped._dynamo.mark_static(chunk, 1)  # a block's size is known, so it is read once
+        return chunks
 
 
 def block_size(parameter: Tensor) -> int:
@@ -86,15 +97,6 @@ def first_moments(parameter: Tensor) -> dict[str, Tensor]:
             blocks, dtype=torch.float32, memory_format=torch.contiguous_format
         )
     return moments
-
-
-def _split(tensor: Tensor, size: int) -> Sequence[Tensor]:
-    """[B, size] each."""
-    rows, untyped = cast("Any", local_part(tensor)).view(-1, size), cast("Any", torch)
-    chunks: Sequence[Tensor] = rows.split(_CHUNK)
-    for chunk in chunks:
-        untyped._dynamo.mark_static(chunk, 1)  # a block's size is known, so that it is read once
-    return chunks
 
 
 def _update(
