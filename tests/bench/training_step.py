@@ -266,11 +266,11 @@ def measure(name: str, mesh: Mesh, mode: str) -> None:
 
 
 def run_mode(mode: str, cases: list[str]) -> None:
+    if mode == "cold":  # cases of a shape compile the same
+        cases = [*{name.partition("/")[0]: name for name in reversed(cases)}.values()]
     environment = TorchrunEnvironment.read()
     with Mesh.join(environment, "auto", TIMEOUT_S) as mesh:
         for name in cases:
-            if mode == "cold" and "/" in name:
-                continue  # compiles the same
             torch._dynamo.reset()
             torch._dynamo.utils.counters.clear()  # pyright: ignore[reportAttributeAccessIssue]
             if mesh.device.type == "cuda":
