@@ -38,7 +38,7 @@ ADVANTAGE_ESTIMATORS: Final[Mapping[str, str]] = {
 """Values of `train.advantage`; "module:function" names a user's own `AdvantageEstimator`."""
 
 GROUP_ADVANTAGES: Final = ("grpo", "dr_grpo", "rloo", "maxrl", "gdpo")
-"""Those of them that compare the completions of one prompt: equal rewards teach nothing."""
+"""Estimators that compare the completions of one prompt: equal rewards teach nothing."""
 
 TOKEN_ADVANTAGES: Final[Mapping[str, str]] = {"gae": "umbra.trainer.critic:add_gae"}
 """Estimators with an advantage for each token: before a step, a function like `add_gae` makes these

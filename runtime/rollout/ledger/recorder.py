@@ -275,8 +275,8 @@ class Recorder:
         tokens, logprobs = sample.tokens[start:].copy(), sample.logprobs[start:].copy()
         if sample.uid == NOT_RECORDED or not len(tokens):
             return
-        uids, starts, offsets = uids_of(sample.uid), uids_of(start), uids_of(0, len(tokens))
-        self.on_tokens(Runs(uids, starts, offsets, uids_of(version), tokens, logprobs))
+        starts, offsets, versions = map(np.asarray, ([start], [0, len(tokens)], [version]))
+        self.on_tokens(Runs(uids_of(sample.uid), starts, offsets, versions, tokens, logprobs))
 
     def _write_checked(self, sample: Trajectory, event: PromptGiven | Recorded) -> None:
         """Raises the errors of its flush here, because the caller can act on them."""
