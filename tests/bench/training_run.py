@@ -113,7 +113,7 @@ def main() -> int:
     parser.add_argument("--metrics", type=Path, help="a copy of the run's metrics.jsonl")
     parser.add_argument("--trace", type=Path, help="the run's timeline, compressed")
     parser.add_argument("settings", nargs="*", help="section.key=value")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     with tempfile.TemporaryDirectory(prefix="umbra-training-") as temporary:
         return run(options, options.folder or Path(temporary))
 
