@@ -55,7 +55,7 @@ from umbra.runtime.rpc.loop_socket import endpoint_at, split_endpoint
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.settings import to_wire
 from umbra.runtime.supervisor.supervisor import SupervisorConfig
-from umbra.runtime.supervisor.supervisor_main import start_supervisor
+from umbra.runtime.supervisor.supervisor_main import allow_many_files, start_supervisor
 
 _JOB: Final = "node"
 """Stands in the socket directory's name for the job's, which an address does not tell."""
@@ -166,6 +166,7 @@ def generate(job: FoundJob) -> int:
     """Generates for the job until it is over, or until a stop signal; returns the exit status.
     Raises UmbraError if this machine cannot join, or the job or something here has failed."""
     keys = _load_keys(job.secret_file)
+    allow_many_files()
     node_id = f"{socket.gethostname()}-{os.getpid()}"
     log_dir = job.log_dir / node_id
     settings = SupervisorConfig(

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import socket
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
 
 from umbra.runtime.cluster.environment import (
     TorchrunEnvironment,
@@ -25,12 +23,7 @@ from umbra.runtime.cluster.job_nodes import check_several_nodes, job_name, own_a
 from umbra.runtime.cluster.socket_dir import socket_dir_path
 from umbra.runtime.rpc.curve_keys import CurveKeys, sweep_keys
 from umbra.runtime.supervisor.supervisor import SupervisorConfig
-from umbra.runtime.supervisor.supervisor_main import start_supervisor
-
-_NUM_FILES: Final = 262_144
-"""Files that a process may open if the hard limit allows it. A connection takes four, and the
-common soft limit, 1,024, ends at 250 connections. More: programs that close all possible files when
-they start, one by one, take seconds."""
+from umbra.runtime.supervisor.supervisor_main import allow_many_files, start_supervisor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +64,7 @@ class NodeLaunch:
         self._config = config
         self._environment = environment
         self._agent = bind_to_agent()
-        _allow_many_files()
+        allow_many_files()
         owner_pid = os.getpid() if self._agent is None else self._agent.pid
         self.node_id = config.node_id or socket.gethostname()
         self.tcp_host = config.tcp_host or host_address()
@@ -144,10 +137,3 @@ class NodeLaunch:
             with contextlib.suppress(FileExistsError):  # another node was faster
                 CurveKeys.generate().save(self.secret_file)
         return self.secret_file
-
-
-def _allow_many_files() -> None:
-    """Raises the soft limit of open files, for this rank and all processes that it starts, the
-    supervisor and its actors among them."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(_NUM_FILES, hard)), hard))

@@ -16,6 +16,7 @@ import contextlib
 import json
 import logging
 import os
+import resource
 import shutil
 import sys
 from pathlib import Path
@@ -46,6 +47,18 @@ logger = logging.getLogger(__name__)
 
 _LOOK_INTERVAL_S = 1.0
 """Interval of checks for orphans and the socket directory. Longer: orphans live longer."""
+
+_NUM_FILES = 262_144
+"""Files that a process may open if the hard limit allows it. A connection takes four, and the
+common soft limit, 1,024, ends at 250 connections. More: programs that close all possible files when
+they start, one by one, take seconds."""
+
+
+def allow_many_files() -> None:
+    """Raises the soft limit of open files, for this process and all that it starts: a rank, or the
+    program of a machine that only generates, calls it before `start_supervisor`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(_NUM_FILES, hard)), hard))
 
 
 def start_supervisor(

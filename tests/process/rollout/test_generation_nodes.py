@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -109,6 +110,23 @@ def joined(job: OpenJob) -> Generator[JoinedNode]:
         assert len(processes) == 4, "the program, its guardian, its supervisor and an engine"
         stack.enter_context(all_end(processes))
         yield node
+
+
+def test_a_low_soft_limit_of_open_files_does_not_bind_the_machine(
+    umbra_session_factory: SessionFactory, tmp_path: Path
+) -> None:
+    job = OpenJob(umbra_session_factory, tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+    try:
+        with joined(job) as node:
+            limits = {resource.prlimit(pid, resource.RLIMIT_NOFILE)[0] for pid in node.tree()}
+            node.process.send_signal(signal.SIGTERM)
+            node.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    assert limits == {min(hard, 262_144)}
 
 
 def test_a_machine_joins_and_leaves_by_a_signal(
