@@ -179,7 +179,8 @@ def compare_pairs(gained: NDArray[np.int64], num_each: int) -> tuple[float, tupl
         return float((counts * kinds * np.tanh(tilt * kinds)).sum()) / total
 
     share = gain / total
-    near = max(-2.0, min(2.0, _root(lambda tilt: favor(tilt) - share)))  # where `gain` is likely
+    # Where `gain` is likely: chances elsewhere may be too small for a float.
+    near = _root(lambda tilt: favor(tilt) - share * (1 - 1 / total))
     with np.errstate(divide="ignore"):
         logs = np.log(_sum_chances(kinds, counts, near))
 
@@ -195,7 +196,8 @@ def compare_pairs(gained: NDArray[np.int64], num_each: int) -> tuple[float, tupl
     below = distance(favor(_root(lambda tilt: tail(tilt, 1) - 0.025)), -1)
     above = distance(favor(_root(lambda tilt: 0.025 - tail(tilt, -1))), 1)
     p = _sum_chances(kinds, counts, 0.0)[np.abs(sums) >= abs(gain)].sum()
-    return min(1.0, float(p)), (mean_size * share - below, mean_size * share + above)
+    difference = mean_size * share
+    return min(1.0, float(p)), (max(-1.0, difference - below), min(1.0, difference + above))
 
 
 def _root(rising: Callable[[float], float]) -> float:

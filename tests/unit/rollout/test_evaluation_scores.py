@@ -267,6 +267,31 @@ def test_limits_are_found_where_chances_at_equal_quality_are_below_the_smallest_
     assert 0.88 < low < 1194 / 1319 < high < 0.93
 
 
+@pytest.mark.parametrize(
+    ("gained", "num_each"), [([64] * 6, 64), ([1] * 50_000, 1), ([2, 1], 2), ([8, 8, 0], 8)]
+)
+def test_where_all_differences_favor_one_model_the_interval_is_that_of_the_other_mirrored(
+    gained: list[int], num_each: int
+) -> None:
+    p, (low, high) = compare_pairs(np.asarray(gained), num_each)
+    swapped = compare_pairs(-np.asarray(gained), num_each)
+
+    assert swapped == (p, pytest.approx((-high, -low), abs=1e-7))
+    assert (low > 0) == (p < 0.05)
+    assert low < np.mean(gained) / num_each <= high <= 1
+
+
+@pytest.mark.parametrize(("num", "num_each"), [(6, 64), (50_000, 1)])
+def test_the_limit_of_equal_differences_is_where_all_favor_b_with_a_chance_of_1_in_40(
+    num: int, num_each: int
+) -> None:
+    limit, (least, _) = 2 * 0.025 ** (1 / num) - 1, mean_interval(np.ones(num), 1)
+
+    _, (low, _) = compare_pairs(np.full(num, num_each), num_each)
+
+    assert low == pytest.approx(1 - math.hypot(1 - limit, limit * (1 - least)), abs=1e-7)
+
+
 def test_equal_results_have_an_interval_with_a_width() -> None:
     _, (low, high) = compare_pairs(np.zeros(20, np.int64), 4)
 
