@@ -256,8 +256,10 @@ def adapter_shapes(name: str, layer: Any, rank: int) -> dict[str, list[int]]:
 
 
 def merged(name: str, weight: Tensor, adapters: Mapping[str, Tensor], scale: float) -> Tensor:
-    """The weight with its adapter, if it has one, added in at least float32."""
+    """The weight with its adapter, if it has one, added in at least float32. A bias has none."""
     module, _, part = name.rpartition(".")
+    if part == "bias":
+        return weight
     module += ".base_layer" if part == "gate_up_proj" else ""
     wide = torch.promote_types(weight.dtype, torch.float32)
     for ends in (LINEAR, EMBEDDING):
