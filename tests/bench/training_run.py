@@ -5,10 +5,10 @@
 
 The model is made once in DIR (on a GPU if there is one), and runs are in folders below it. `--kill`
 kills an actor after a quarter of the run. `--metrics` keeps the metrics of each step, `--trace` the
-timeline that `umbra trace` makes. Prints what the run prints, and then a JSON object: medians,
-smallest and largest values from the third step on of times, tokens/s and memory. `time/other_s` is
-the part of a step that is neither generation nor training. With `--trace`, they include tokens/s of
-an engine, and how long each was interrupted by an update.
+timeline that `umbra trace` makes. Prints what the run prints, and then, also of a run that is ended
+before its last step, a JSON object: medians, smallest and largest values from the third step on of
+times, tokens/s and memory. `time/other_s` is the part that is neither generation nor training. With
+`--trace`, they include tokens/s of an engine, and how long each was interrupted by an update.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -143,18 +143,26 @@ def run(options: argparse.Namespace, folder: Path) -> int:
             os.kill(pid_of(options.kill, run_dir), signal.SIGKILL)
         try:
             status = job.wait()
-        finally:  # also of a run that is interrupted
-            if options.metrics and metrics.exists():
-                shutil.copyfile(metrics, options.metrics)
-    if status == 0:
-        rows = read_metrics(metrics)
-        found: dict[str, Any] = summary(rows)
-        if options.trace:
-            trace = TraceFiles(run_dir)
-            write_trace(options.trace, trace_json(trace.events()))
-            found |= measures_of_engines(trace, rows)
-        print(json.dumps(found), flush=True)
+        except KeyboardInterrupt:  # the job has it, too
+            status = 128 + signal.SIGINT
+        report(options, run_dir)
     return status
+
+
+def report(options: argparse.Namespace, run_dir: Path) -> None:
+    """Prints the measures of the steps that there are, also of a run that was ended."""
+    metrics = run_dir / "metrics.jsonl"
+    if not metrics.exists():
+        return
+    if options.metrics:
+        shutil.copyfile(metrics, options.metrics)
+    rows = read_metrics(metrics)
+    trace = TraceFiles(run_dir)
+    if options.trace:
+        write_trace(options.trace, trace_json(trace.events()))
+    if rows[-1]["step"] >= FIRST_STEP:
+        engines = measures_of_engines(trace, rows) if options.trace else {}
+        print(json.dumps(summary(rows) | engines), flush=True)
 
 
 def num_steps(metrics: Path) -> int:
