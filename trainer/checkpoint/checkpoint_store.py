@@ -20,7 +20,7 @@ import shutil
 import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -50,7 +50,7 @@ from umbra.runtime.settings import from_wire, to_wire
 from umbra.runtime.tracing.spans import span
 from umbra.trainer.checkpoint.file_digests import DigestingFileSystem, complete, find_damage
 from umbra.trainer.checkpoint.host_copy import HostCopy
-from umbra.trainer.checkpoint.run_dir import check_base
+from umbra.trainer.checkpoint.run_dir import check_base, right_model
 from umbra.trainer.checkpoint.trainer_state import (
     COMPLETE,
     IF_DAMAGED,
@@ -162,11 +162,11 @@ class CheckpointStore:
             reader = _Reader(path)
             saved = reader.read_metadata().state_dict_metadata
             for name, model in models.items():
-                own = _tensors({name: model})
+                own, prefix = _tensors({name: model}), f"{_prefix(name)}{_MODEL}"
                 if (
                     model.optimizer is not None or own.keys() <= saved.keys()
                 ):  # else the starting model
-                    _check_fit(path, own, saved)
+                    _check_fit(path, own, saved, model.path, prefix)
                     tensors |= own
                     model.is_saved = True
             if random_state.keys() <= saved.keys():  # fewer ranks may have written it
@@ -252,10 +252,12 @@ class StoredParameters:
         self._reader = _Reader(path)
         self._saved = self._reader.read_metadata().state_dict_metadata
 
-    def check_fit(self, parameters: Mapping[str, Tensor]) -> None:
-        """Raises ConfigError if the checkpoint is of another model than these parameters."""
-        tensors = {self._key.format(name): p for name, p in parameters.items()}
-        _check_fit(self._path, tensors, self._saved)
+    def check_fit(self, parameters: Mapping[str, Tensor], model: Path) -> None:
+        """Raises ConfigError if the checkpoint is of another model than that in the folder `model`,
+        which has these parameters."""
+        tensors = {f"{_MODEL}{name}": p for name, p in parameters.items()}
+        tensors |= {self._key.format(name): p for name, p in parameters.items()}
+        _check_fit(self._path, tensors, self._saved, model, _MODEL)
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         """One parameter, whole, cast to `dtype`."""
@@ -369,7 +371,7 @@ def _tensors(models: Mapping[str, TrainModel]) -> dict[str, Tensor]:
     than the policy begin with the model's."""
     tensors: dict[str, Tensor] = {}
     for model_name, model in models.items():
-        prefix = "" if model_name == POLICY else f"{model_name}/"
+        prefix = _prefix(model_name)
         for name, parameter in model.stored.items():
             tensors[f"{prefix}{_MODEL}{name}"] = parameter.data
         if model.optimizer is not None:
@@ -379,19 +381,37 @@ def _tensors(models: Mapping[str, TrainModel]) -> dict[str, Tensor]:
     return tensors
 
 
+def _prefix(model_name: str) -> str:
+    return "" if model_name == POLICY else f"{model_name}/"
+
+
 def _random_state(rank: int) -> dict[str, Tensor]:
     return {f"random.rank{rank}": torch.get_rng_state()}
 
 
-def _check_fit(path: Path, tensors: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
-    for name, tensor in tensors.items():
+def _check_fit(
+    path: Path, tensors: Mapping[str, Tensor], saved: Mapping[str, Any], model: Path, prefix: str
+) -> None:
+    """Raises ConfigError for the first of the `tensors`, or of those with names of `prefix` in the
+    checkpoint, that differs between it and the model in the folder `model`."""
+    for name in (*tensors, *(each for each in saved if each.startswith(prefix))):
         if name not in saved:
-            raise ConfigError(f"checkpoint {path} {_misfit(name)}: it has no tensor {name}")
-        if (size := getattr(saved[name], "size", None)) is not None and size != tensor.shape:
-            raise ConfigError(
-                f"checkpoint {path} is of another model: {name} is {list(size)} there and "
-                f"{list(tensor.shape)} here"
-            )
+            difference = f"it has no tensor {name}"
+        elif name not in tensors:
+            difference = f"it has the tensor {name}, too"
+        elif list(saved[name].size) != list(tensors[name].shape):
+            shape = list(tensors[name].shape)
+            difference = f"{name} is {list(saved[name].size)} there and {shape} here"
+        else:
+            continue
+        if misfit := _other_settings(name, saved):
+            raise ConfigError(f"checkpoint {path} {misfit}: {difference}")
+        remedy = "set critic.path as its run did"
+        if not name.startswith(f"{CRITIC}/"):
+            remedy = right_model(path, lambda start: start.resolve() != model.resolve())
+        raise ConfigError(
+            f"checkpoint {path} is of another model than {model}: {difference}; {remedy}"
+        )
 
 
 def _check_origin(path: Path, state: TrainerState, own: Mapping[str, Any]) -> None:
@@ -406,13 +426,13 @@ def _check_origin(path: Path, state: TrainerState, own: Mapping[str, Any]) -> No
     check_base(path, state, own.get("base", ""))
 
 
-def _misfit(missing: str) -> str:
-    """Why a checkpoint lacks a tensor."""
-    if missing.startswith(f"{CRITIC}/"):
+def _other_settings(name: str, saved: Collection[str]) -> str:
+    """Why a checkpoint has not the same tensor; "" if that is no setting but the model."""
+    if name.startswith(f"{CRITIC}/") and not any(each.startswith(f"{CRITIC}/") for each in saved):
         return "was saved without a critic (train.advantage = 'gae')"
-    if _OPTIMIZER not in missing:
-        return "is of another model"
-    if missing.endswith(f".{EMA}"):
+    if _OPTIMIZER not in name:
+        return ""
+    if name.endswith(f".{EMA}"):
         return "was saved without train.ema"
     return "was saved by another train.optimizer"
 

@@ -38,7 +38,7 @@ from umbra.trainer.model.lora_layers import (
 )
 from umbra.trainer.model.model_loading import prepare_causal_lm
 from umbra.trainer.model.stored_weights import StoredWeights, distinct_tensors
-from umbra.trainer.model.train_model import TrainModel
+from umbra.trainer.model.train_model import PreparedModel, TrainModel
 from umbra.trainer.world.mesh import Mesh, barrier, from_lead
 from umbra.trainer.world.run_files import RunDirectoryError, replacing_folder, writing
 
@@ -108,7 +108,7 @@ def export_checkpoint(
     dtype: torch.dtype = getattr(torch, section.compute_dtype)
     prepared = prepare_causal_lm(replace(section, attention="padded"), dtype)
     saved = StoredParameters(checkpoint, is_average=is_average)
-    trained = _Trained(prepared.model, saved, section.lora, dtype)
+    trained = _Trained(prepared, saved, section.lora, dtype)
     if prepared.weights is None:
         model = prepared.model
         for name, parameter in model.named_parameters():
@@ -130,20 +130,20 @@ class _Trained:
     ConfigError if it is of another model."""
 
     def __init__(
-        self, model: nn.Module, saved: StoredParameters, lora: LoraSection, dtype: torch.dtype
+        self, start: PreparedModel, saved: StoredParameters, lora: LoraSection, dtype: torch.dtype
     ) -> None:
-        self._saved = saved
+        self._saved, model = saved, start.model
         self._scale = 0.0
         self.adapters: dict[str, Tensor] = {}
         if not lora.rank:
-            saved.check_fit(dict(model.named_parameters()))
+            saved.check_fit(dict(model.named_parameters()), start.path)
             return
         self._scale = lora.scale
         shapes: dict[str, Tensor] = {}
         for name, layer in adapted_layers(model, lora).items():
             for matrix, shape in adapter_shapes(name, layer, lora.rank).items():
                 shapes[matrix] = torch.empty(shape, device="meta")
-        saved.check_fit(shapes)
+        saved.check_fit(shapes, start.path)
         self.adapters = {name: saved.read(name, dtype) for name in shapes}
 
     def read(self, name: str, start: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -252,15 +252,21 @@ def check_base(path: Path, state: TrainerState, base: str) -> None:
     `base`. The message has the path of the right ones if its run has recorded it."""
     if state.base == base:
         return
-    remedy = "name the model that their run started from"
-    with suppress(ConfigError, DataError):
-        start = recorded_model(path.absolute().parents[1]).path
-        if WeightFiles(start).digest() == state.base:
-            remedy = f"append model.path={start}, or leave out --model of umbra export"
+    remedy = right_model(path, lambda start: WeightFiles(start).digest() == state.base)
     raise ConfigError(
         f"the adapters in checkpoint {path} were trained on other weights than those in "
         f"model.path: {remedy}"
     )
+
+
+def right_model(checkpoint: Path, is_right: Callable[[Path], bool]) -> str:
+    """The remedy where a checkpoint is of another model. It has the path that the checkpoint's run
+    has recorded, if that is the right one."""
+    with suppress(ConfigError, DataError):
+        start = recorded_model(checkpoint.absolute().parents[1]).path
+        if is_right(start):
+            return f"append model.path={start}, or leave out --model of umbra export"
+    return "name the model that its run started from"
 
 
 def _set_aside(run_dir: RunDir) -> None:

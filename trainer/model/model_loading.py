@@ -81,12 +81,12 @@ def prepare_causal_lm(section: ModelSection, dtype: torch.dtype) -> PreparedMode
     weights = StoredWeights(section.path)
     obstacle = _conversion(model, dtype) or weights.obstacle(model)
     if not obstacle:
-        return PreparedModel(model, is_packed, weights)
+        return PreparedModel(model, is_packed, weights, path=section.path)
     logger.warning("every rank loads all weights of %s: %s", section.path, obstacle)
     model = _from_pretrained(section, dtype)
     if is_packed:
         _pack(model)
-    return PreparedModel(model, is_packed)
+    return PreparedModel(model, is_packed, path=section.path)
 
 
 def _without_memory(section: ModelSection, dtype: torch.dtype) -> nn.Module:

@@ -10,6 +10,7 @@ from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Final, Literal, cast
 
 import numpy as np
@@ -76,6 +77,7 @@ class PreparedModel:
     adapters: LoraAdapters | None = None
     origin: Mapping[str, Any] = field(default_factory=dict[str, Any])
     is_critic: bool = False
+    path: Path = Path()  # the model's directory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +116,7 @@ class TrainModel:
         if passes.recomputes:
             recompute_blocks(model)
         self.is_packed, self.origin = prepared.is_packed, prepared.origin
+        self.path = prepared.path
         self._passes, self.keeps_logits = passes, False
         self._scorer = _Scorer(model, passes, is_critic=prepared.is_critic)
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())

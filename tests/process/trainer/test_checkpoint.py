@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -119,7 +120,8 @@ def test_a_parameter_that_the_model_does_not_use_is_no_obstacle(ran: Ran) -> Non
 @pytest.mark.slow
 def test_a_checkpoint_of_another_model_is_refused(ran: Ran) -> None:
     assert ran.one["misfit"].startswith("ConfigError: checkpoint")
-    assert "of another model: it has no tensor model.lm_head.weight" in ran.one["misfit"]
+    misfit = r"of another model than .+: it has no tensor model.lm_head.weight; name the model"
+    assert re.search(misfit, ran.one["misfit"])
 
 
 @pytest.mark.parametrize(
@@ -338,19 +340,34 @@ def test_only_a_complete_checkpoint_of_the_same_model_is_exported(ran: Ran, tmp_
     checkpoint = ran.folder / "saved" / "step-000002"
     section = ModelSection(path=ran.folder / "llama", dtype="float32")
 
-    with pytest.raises(ConfigError, match="of another model"):
+    with pytest.raises(ConfigError, match=f"of another model than {section.path}: it has no"):
         export_checkpoint(section, checkpoint, tmp_path / "out")
     assert main(["export", str(ran.folder / "saved"), str(tmp_path / "out")]) == 2
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_of_another_size_does_not_fit(tmp_path: Path) -> None:
-    save_parameters(torch.nn.Linear(2, 3), tmp_path)
-    saved = StoredParameters(tmp_path)
+@pytest.mark.parametrize(
+    ("other", "difference"),
+    [
+        (torch.nn.Linear(3, 2), r"model.weight is \[3, 2\] there and \[2, 3\] here"),
+        (torch.nn.Linear(2, 3, bias=False), "it has the tensor model.bias, too"),
+        (torch.nn.Bilinear(2, 2, 3), r"model.weight is \[3, 2\] there and \[3, 2, 2\] here"),
+    ],
+)
+def test_a_refused_checkpoint_names_both_models_and_the_first_parameter_that_differs(
+    run_dir: Path, other: torch.nn.Module, difference: str
+) -> None:
+    checkpoint, own = run_dir / "checkpoints/step-000009", run_dir / "other"
+    start = json.loads((run_dir / "settings.json").read_text())["folder"] + "/qwen3"
+    save_parameters(torch.nn.Linear(2, 3), checkpoint)
+    saved = StoredParameters(checkpoint)
 
-    saved.check_fit(dict(torch.nn.Linear(2, 3).named_parameters()))
-    with pytest.raises(ConfigError, match=r"model.weight is \[3, 2\] there and \[2, 3\] here"):
-        saved.check_fit(dict(torch.nn.Linear(3, 2).named_parameters()))
+    saved.check_fit(dict(torch.nn.Linear(2, 3).named_parameters()), own)
+    said = f"checkpoint {checkpoint} is of another model than {own}: {difference}; "
+    with pytest.raises(ConfigError, match=f"{said}append model.path={start}, or leave out --mod"):
+        saved.check_fit(dict(other.named_parameters()), own)
+    with pytest.raises(ConfigError, match=f"than {start}: {difference}; name the model that its"):
+        saved.check_fit(dict(other.named_parameters()), Path(start))
 
 
 def load_trained(model: Any, arrays: dict[str, Any]) -> Any:
