@@ -10,16 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from umbra.runtime.disk import explain
 from umbra.runtime.errors import ConfigError
-from umbra.trainer.world.run_files import RunDirectoryError, describe_os_error, writing
+from umbra.trainer.world.run_files import RunDirectoryError, writing
 
 STATE_FILE: Final = "trainer.json"
 COMPLETE: Final = "COMPLETE"
 """The file that is written last into a checkpoint."""
-IF_DAMAGED: Final = (
-    "; if the checkpoint is damaged, remove it: run.resume = 'auto' then resumes from the one "
-    "before it"
-)
+IF_DAMAGED: Final = "; if the checkpoint is damaged, restore it from a backup, or name another one"
 _LINK: Final = "best"
 _COLUMNS: Final[Mapping[str, str]] = {"accuracy": "eval/accuracy", "reward": "eval/reward_mean"}
 
@@ -79,13 +77,12 @@ def reading_checkpoint(checkpoint: Path, name: str) -> Generator[None]:
     bytes cause nearly any kind of error in the libraries that parse them."""
     try:
         yield
-    except OSError as error:
-        what = f"read {name} of the checkpoint"
-        raise describe_os_error(what, checkpoint, error, IF_DAMAGED) from error
     except Exception as error:
-        cause = describe_cause(error)
+        cause = describe_cause(error) + IF_DAMAGED
+        if isinstance(error, OSError):
+            cause = explain(error, checkpoint, otherwise=IF_DAMAGED)
         raise RunDirectoryError(
-            f"cannot read {name} of the checkpoint {checkpoint}: {cause}{IF_DAMAGED}"
+            f"cannot read {name} of the checkpoint {checkpoint}: {cause}"
         ) from error
 
 

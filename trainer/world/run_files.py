@@ -33,14 +33,14 @@ class RunDirectoryError(UmbraError):
 
 
 def describe_os_error(
-    what: str, path: Path, error: OSError, otherwise: str = "", *, needed_nbytes: int = 0
+    what: str, path: Path, error: OSError, *, needed_nbytes: int = 0
 ) -> RunDirectoryError:
-    """Describes an OSError: what was attempted, where, why, and the remedy, which is `otherwise`
-    where the error suggests none. `needed_nbytes` is 0 if what was to be written is small."""
+    """Describes an OSError: what was attempted, where, why, and the remedy. `needed_nbytes` is 0 if
+    what was to be written is small."""
     or_else = ", or point run.dir to a place that can be written"
     if error.errno == errno.ENOSPC:
         or_else = ", lower train.keep_checkpoints, or point run.dir to another disk"
-    reason = explain(error, path, needed_nbytes=needed_nbytes, or_else=or_else, otherwise=otherwise)
+    reason = explain(error, path, needed_nbytes=needed_nbytes, or_else=or_else)
     return RunDirectoryError(f"cannot {what} {path}: {reason}")
 
 

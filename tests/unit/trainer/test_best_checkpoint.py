@@ -24,6 +24,7 @@ from umbra.trainer.checkpoint.trainer_state import (
     best_checkpoint,
     read_trainer_state,
 )
+from umbra.trainer.world.run_files import RunDirectoryError
 
 ROWS = [
     {"step": step, "eval/accuracy": accuracy, "eval/reward_mean": -accuracy}
@@ -193,6 +194,17 @@ def test_a_refused_path_names_a_checkpoint_near_it(
 
     assert str(refused.value) == expected
     assert (status, capsys.readouterr().err) == (2, f"umbra: {expected}\n")
+
+
+def test_a_checkpoint_that_cannot_be_read_advises_no_setting_of_the_run(tmp_path: Path) -> None:
+    (tmp_path / COMPLETE).touch()
+    (tmp_path / STATE_FILE).mkdir()
+
+    with pytest.raises(RunDirectoryError) as refused:
+        read_trainer_state(tmp_path)
+
+    cause = "a folder of that name is in the way: move that folder away"
+    assert str(refused.value) == f"cannot read trainer.json of the checkpoint {tmp_path}: {cause}"
 
 
 def test_adapters_of_another_model_name_the_one_that_their_run_has_recorded(
