@@ -236,6 +236,21 @@ def test_what_cannot_be_replayed_is_refused_before_anything_starts(
     assert not out.exists()
 
 
+def test_a_torchrun_that_cannot_be_started_is_no_fault_of_the_output_folder(
+    resumed: tuple[Path, int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+
+    status = main(["replay", str(resumed[0]), "--steps", "1:2", "-o", str(tmp_path / "none")])
+
+    assert status == 2
+    message = f"umbra: cannot start {tmp_path / 'python'}: No such file or directory\n"
+    assert capsys.readouterr().err == message
+
+
 def test_a_checkpoint_of_a_discarded_history_begins_no_replay(
     resumed: tuple[Path, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -39,7 +39,10 @@ def run(arguments: argparse.Namespace) -> int:
     command = ["-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(plan.num_ranks), "-m", _MODULE, *_own_arguments(plan)]
     with writing_output(plan.config.run.dir):
-        os.execv(sys.executable, [sys.executable, *command])
+        try:
+            os.execv(sys.executable, [sys.executable, *command])
+        except OSError as error:
+            raise ConfigError(f"cannot start {sys.executable}: {error.strerror}") from error
 
 
 def main(argv: Sequence[str]) -> int:
