@@ -180,7 +180,8 @@ _OPTIMIZATION: Final = (
         "train.embedding_weight_decay",
     ),
     *_unused(
-        f"train.optimizer == 'muon' and {_NO_EMBEDDINGS}",
+        # Nothing is left for AdamW but a critic's head.
+        f"train.optimizer == 'muon' and train.advantage != 'gae' and {_NO_EMBEDDINGS}",
         "use train.optimizer = 'adamw'",
         "train.betas",
         "train.eps",

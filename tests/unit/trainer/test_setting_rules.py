@@ -126,9 +126,9 @@ train.embedding_lr_ratio=2 model.lora.rank=8 \
 train.embedding_weight_decay=0 model.lora.rank=8 model.lora.targets=["q_proj"] \
 -> train.embedding_weight_decay model.lora.rank model.lora.targets
 train.optimizer=muon model.lora.rank=8 train.betas=[0.9,0.95] \
--> train.betas train.optimizer model.lora.rank model.lora.targets
+-> train.betas train.optimizer train.advantage model.lora.rank model.lora.targets
 train.optimizer=muon model.lora.rank=8 train.eps=1e-6 \
--> train.eps train.optimizer model.lora.rank model.lora.targets
+-> train.eps train.optimizer train.advantage model.lora.rank model.lora.targets
 model.master_dtype=bfloat16 -> model.master_dtype train.learning_rate
 train.max_tokens_per_micro_batch=512 train.micro_batches=2 \
 -> train.max_tokens_per_micro_batch train.micro_batches
@@ -173,6 +173,8 @@ MEANT = [
     "train.advantage=gae rollout.group_size=1 critic.path=other critic.warmup_steps=2 "
     "train.warmup_steps=7",
     "train.advantage=gae model.lora.rank=8 train.kl_coef=0.1 train.kl_in_reward=true",
+    "train.advantage=gae model.lora.rank=8 train.optimizer=muon train.betas=[0.9,0.95] "
+    "train.eps=1e-6",
     "train.teacher_kl_coef=0.1 pools.teacher.model_path=models/large",
     "train.teacher_kl_coef=0.1 data.teacher_template={prompt}{successful_completion}",
     "train.advantage=none train.teacher_kl_coef=1 pools.teacher.model_path=models/large "
