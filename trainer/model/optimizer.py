@@ -63,7 +63,10 @@ def parameter_kinds(model: nn.Module, *, is_critic: bool) -> dict[str, Parameter
             continue
         kinds |= {id(parameter): kind for parameter in module.parameters()}
     return {
-        name: "vector" if parameter.ndim < 2 else kinds.get(id(parameter), "hidden")
+        # The biases of a stack of experts are [E, N]: a vector of each.
+        name: "vector"
+        if parameter.ndim < 2 or name.endswith("bias")
+        else kinds.get(id(parameter), "hidden")
         for name, parameter in model.named_parameters()
     }
 
@@ -179,13 +182,13 @@ class _AdamW(torch.optim.AdamW):
 
 
 def _group(parameter: nn.Parameter, kind: ParameterKind, train: TrainSection) -> _Group:
+    if kind == "vector":
+        return _AdamW, train.vector_lr_ratio, train.vector_weight_decay
     optimizer: type[torch.optim.Optimizer] = _AdamW
     if train.optimizer == "muon" and kind == "hidden":
         optimizer = Muon
     elif train.optimizer == "adamw_8bit" and block_size(parameter):
         optimizer = AdamW8bit
-    if kind == "vector":
-        return optimizer, train.vector_lr_ratio, train.vector_weight_decay
     if kind == "embedding":
         decay = train.embedding_weight_decay
         return optimizer, train.embedding_lr_ratio, train.weight_decay if decay is None else decay

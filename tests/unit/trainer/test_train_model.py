@@ -18,6 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_models import make_model, save_model
+from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from umbra.runtime.weights.shards import local_part
 from umbra.trainer.algorithms.base import load_loss
@@ -25,7 +27,7 @@ from umbra.trainer.config.trainer_config import LoraSection, TrainSection
 from umbra.trainer.data.train_batch import PROXIMAL_LOGPROBS
 from umbra.trainer.model.lora_layers import LoraAdapters
 from umbra.trainer.model.model_loading import load_model, replace_head
-from umbra.trainer.model.optimizer import parameter_kinds
+from umbra.trainer.model.optimizer import ModelOptimizer, parameter_kinds
 from umbra.trainer.model.packed_attention import PACKED_ATTENTION, register_packed_attention
 from umbra.trainer.model.train_model import PreparedModel, TrainModel
 from umbra.trainer.objective import PolicyObjective
@@ -135,6 +137,28 @@ def test_kinds_of_parameters_are_trained_as_torchs_adamw_trains_groups(
 
     for name, parameter in ours.parameters.items():
         assert torch.equal(local_part(parameter), plain[name]), name
+
+
+def test_biases_of_a_stack_of_experts_are_vectors_to_each_optimizer() -> None:
+    config = GptOssConfig(num_local_experts=4, hidden_size=64, intermediate_size=64)
+    experts: Any = GptOssExperts(config)
+    experts.get_output_embeddings = lambda: None
+
+    kinds = parameter_kinds(experts, is_critic=False)
+
+    assert kinds == {
+        "gate_up_proj": "hidden",
+        "gate_up_proj_bias": "vector",
+        "down_proj": "hidden",
+        "down_proj_bias": "vector",
+    }
+    for name in ("muon", "adamw_8bit"):
+        ours = ModelOptimizer(
+            dict(experts.named_parameters()), kinds, TrainSection(steps=1, optimizer=name)
+        )
+        ours.start()
+        moments = {state for state in ours.states if state.startswith("down_proj_bias")}
+        assert moments == {f"down_proj_bias.{each}" for each in ("step", "exp_avg", "exp_avg_sq")}
 
 
 def test_adapters_are_of_their_layers_kind_and_convolutions_and_critics_heads_of_none() -> None:
