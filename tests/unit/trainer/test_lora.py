@@ -105,6 +105,7 @@ OUTER = ("embed_tokens", "lm_head", "q_proj")
     [
         ("qwen3", LoraSection(rank=4)),
         ("qwen3", LoraSection(rank=4, rslora=True)),
+        ("qwen2", LoraSection(rank=4)),  # whose projections have biases
         ("llama", LoraSection(rank=4, targets=OUTER)),
         ("qwen2", LoraSection(rank=4)),  # with biases
         ("qwen3-moe", LoraSection(rank=4, targets=("mlp.experts", "o_proj"))),
@@ -143,8 +144,17 @@ def test_a_model_with_adapters_is_one_with_changed_weights(kind: str, section: L
     assert torch.allclose(after_export, expected, atol=1e-9)
     assert torch.equal(without, start)
     assert (logits - start).abs().max() > 0.1
+    check_merged(model, section.scale, changed)
     wire = adapters.spec.alpha / adapters.spec.rank
     assert wire == pytest.approx(32 / (2 if section.rslora else 4))
+
+
+def check_merged(model: nn.Module, scale: float, changed: nn.Module) -> None:
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    matrices = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    for name, expected in changed.named_parameters():
+        found = merged(name, parameters[name], matrices, scale)
+        assert torch.allclose(found, expected, atol=1e-12), name
 
 
 def change_experts(experts: Any, layer: Any) -> None:
