@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from umbra.runtime.engine_api.weight_files import has_own_head
 from umbra.runtime.errors import ConfigError, DataError
 from umbra.runtime.text.model_files import default_context_len, read_model_config
 from umbra.trainer.config.trainer_config import ModelSection, TrainerConfig
+from umbra.trainer.model.compiling import decoder_blocks
 from umbra.trainer.model.lora_layers import LoraAdapters, origin
 from umbra.trainer.model.packed_attention import PACKED_ATTENTION, register_packed_attention
 from umbra.trainer.model.stored_weights import StoredWeights
@@ -189,7 +191,15 @@ def _packing_obstacle(model: Any) -> str:
         return "it has layers that carry a state from token to token"
     if not model._supports_attention_backend:
         return "its attention cannot be exchanged"
+    if any(map(_drops_arguments, {type(block) for block in decoder_blocks(model)})):
+        return "its decoder blocks pass on nothing to their attention"
     return ""
+
+
+def _drops_arguments(block: type[nn.Module]) -> bool:
+    """Whether further arguments of a forward pass end there, as with Nemotron's blocks: the
+    signature alone names them."""
+    return inspect.getsource(inspect.unwrap(block.forward)).count("kwargs") == 1
 
 
 def _from_pretrained(section: ModelSection, dtype: torch.dtype) -> nn.Module:

@@ -352,7 +352,9 @@ class _Scorer(nn.Module):
     def _hidden(self, inputs: PackedInputs | PaddedInputs) -> Tensor:
         """[rows, E] final hidden states."""
         model: Any = self.model
-        output = model.get_decoder()(use_cache=False, **self._arguments(inputs))
+        decoder = model.get_decoder()
+        decoder = model.model if decoder is model else decoder  # Llama 4 does not find its own
+        output = decoder(use_cache=False, **self._arguments(inputs))
         return cast("Tensor", output.last_hidden_state).flatten(0, 1)
 
     def _own_logits(self, inputs: PackedInputs | PaddedInputs) -> Tensor:

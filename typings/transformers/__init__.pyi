@@ -20,6 +20,7 @@ from transformers.models.llama.configuration_llama import LlamaConfig as LlamaCo
 from transformers.models.llama.modeling_llama import LlamaForCausalLM as LlamaForCausalLM
 from transformers.models.mamba.configuration_mamba import MambaConfig as MambaConfig
 from transformers.models.mistral.configuration_mistral import MistralConfig as MistralConfig
+from transformers.models.nemotron.configuration_nemotron import NemotronConfig as NemotronConfig
 from transformers.models.phi3.configuration_phi3 import Phi3Config as Phi3Config
 from transformers.models.phi3.modeling_phi3 import Phi3ForCausalLM as Phi3ForCausalLM
 from transformers.models.qwen2.configuration_qwen2 import Qwen2Config as Qwen2Config

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from training_models import make_model, save_model
-from transformers import AutoModelForCausalLM, Lfm2Config, MambaConfig
+from transformers import AutoModelForCausalLM, Lfm2Config, MambaConfig, NemotronConfig
 from whole_model import load_whole_model
 
 from umbra.runtime.errors import ConfigError
@@ -67,8 +67,9 @@ def test_sliding_windows_are_left_to_the_model(
     [
         (Lfm2Config(**SMALL, full_attn_idxs=[1]), "layers of type conv"),
         (MambaConfig(**SMALL, state_size=4), "layers of type linear_attention"),
+        (NemotronConfig(**SMALL, intermediate_size=64), "blocks pass on nothing"),
     ],
-    ids=["lfm2", "mamba"],
+    ids=["lfm2", "mamba", "nemotron"],
 )
 def test_what_is_not_only_attention_is_not_packed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, config: Any, why: str

@@ -277,6 +277,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "gemma": ("GemmaConfig", {}, ""),
     "olmo2": ("Olmo2Config", {}, ""),
     "gpt-neox": ("GPTNeoXConfig", {}, ""),
+    "llama4": ("Llama4TextConfig", {"intermediate_size_mlp": 64, "num_local_experts": 2}, ""),
     "gemma2, a cap on logits": ("Gemma2Config", {}, "changes the logits"),
     "granite, logits divided": ("GraniteConfig", {"logits_scaling": 4.0}, "changes the logits"),
     "cohere, logits multiplied": ("CohereConfig", {}, "changes the logits"),
