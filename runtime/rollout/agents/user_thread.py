@@ -225,11 +225,11 @@ class Broken(NamedTuple):
 
 @contextlib.contextmanager
 def _own_cancellations_raise(task: asyncio.Task[Any] | None = None) -> Generator[None]:
-    """Makes a CancelledError of user code, such as that of an inner task, an error like others,
-    unless `task` is cancelled: callers would take it for a cancellation of their own."""
+    """Makes a CancelledError of user code, such as that of an inner task or an executor, an error
+    like others, unless `task` is cancelled: callers would take it for a cancellation of theirs."""
     try:
         yield
-    except asyncio.CancelledError as error:
+    except (asyncio.CancelledError, concurrent.futures.CancelledError) as error:
         if task is not None and task.cancelling():
             raise
         text = "it awaited what its own code, or a library, had cancelled"

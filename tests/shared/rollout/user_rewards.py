@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import itertools
 import math
 import signal
@@ -110,6 +111,18 @@ async def awaits_what_is_cancelled(
 
 def runs_what_is_cancelled(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
     return asyncio.run(awaits_what_is_cancelled(prompts, completions))
+
+
+def gets_what_is_cancelled(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    score = concurrent.futures.Future[float]()
+    score.cancel()  # as by an executor that is shut down
+    return [score.result()] * len(completions)
+
+
+async def awaits_what_an_executor_has_cancelled(
+    prompts: list[str], completions: list[str], **_: Any
+) -> list[float]:
+    return gets_what_is_cancelled(prompts, completions)
 
 
 def nan_for_the_last(prompts: list[str], completions: list[str], **_: Any) -> list[float]:

@@ -50,6 +50,8 @@ def test_only_the_columns_that_a_function_takes_are_given() -> None:
         ("stops", r"raised StopIteration: \(.*user_rewards.py:\d+ in stops\)"),
         ("awaits_what_is_cancelled", r"awaited what its own code, .* \(.*in \w+_cancelled\)"),
         ("runs_what_is_cancelled", r"awaited what its own code, .* \(.*in \w+_cancelled\)"),
+        ("gets_what_is_cancelled", r"awaited what its own code, .* \(.*in \w+_cancelled\)"),
+        ("awaits_what_an_executor_has_cancelled", r"awaited what .* \(.*in \w+_cancelled\)"),
         ("nan_for_the_last", "returned nan for sample e0/p/1; rewards must be finite"),
         ("nothing_for_the_first", "returned None for sample e0/p/0"),
         ("texts", "returned '1.0' for sample e0/p/0; rewards must be finite numbers"),
