@@ -262,7 +262,7 @@ def merged(name: str, weight: Tensor, adapters: Mapping[str, Tensor], scale: flo
         return weight
     module += ".base_layer" if part == "gate_up_proj" else ""
     wide = torch.promote_types(weight.dtype, torch.float32)
-    for ends in (LINEAR, EMBEDDING) if part != "bias" else ():
+    for ends in (LINEAR, EMBEDDING):
         if module + ends[0] in adapters:
             first, second = (adapters[module + end].to(wide) for end in ends)
             if weight.ndim == 3:

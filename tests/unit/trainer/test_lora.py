@@ -107,13 +107,12 @@ OUTER = ("embed_tokens", "lm_head", "q_proj")
         ("qwen3", LoraSection(rank=4, rslora=True)),
         ("qwen2", LoraSection(rank=4)),  # whose projections have biases
         ("llama", LoraSection(rank=4, targets=OUTER)),
-        ("qwen2", LoraSection(rank=4)),  # with biases
         ("qwen3-moe", LoraSection(rank=4, targets=("mlp.experts", "o_proj"))),
     ],
 )
 def test_a_model_with_adapters_is_one_with_changed_weights(kind: str, section: LoraSection) -> None:
-    model, changed, unchanged, exported = (make_model(kind).double() for _ in range(4))
-    for each in (changed, unchanged, exported):
+    model, changed, unchanged = (make_model(kind).double() for _ in range(3))
+    for each in (changed, unchanged):
         each.set_experts_implementation("eager")  # the default has no float64
     adapters = LoraAdapters(model, section, torch.float64)
     adapters.start(seed=3)
@@ -127,21 +126,16 @@ def test_a_model_with_adapters_is_one_with_changed_weights(kind: str, section: L
             changed.get_submodule(name).weight.data += layer.scale * product.detach().t()
         elif isinstance(layer, LoraExperts):
             change_experts(changed.get_submodule(name), layer)
-    pairs = {name: each for name, each in model.named_parameters() if ".lora_" in name}
     tokens = torch.arange(2, 30)[None]
 
     with torch.no_grad():
-        for name, parameter in exported.named_parameters():
-            parameter.data = merged(name, parameter, pairs, section.scale)
         logits = model(tokens).logits
         with adapters.switched_off():
             without = model(tokens).logits
         start = unchanged(tokens).logits
         expected = changed(tokens).logits
-        after_export = exported(tokens).logits
 
     assert torch.allclose(logits, expected, atol=1e-9)
-    assert torch.allclose(after_export, expected, atol=1e-9)
     assert torch.equal(without, start)
     assert (logits - start).abs().max() > 0.1
     check_merged(model, section.scale, changed)
