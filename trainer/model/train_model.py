@@ -353,7 +353,8 @@ class _Scorer(nn.Module):
         """[rows, E] final hidden states."""
         model: Any = self.model
         decoder = model.get_decoder()
-        decoder = model.model if decoder is model else decoder  # Llama 4 does not find its own
+        if decoder in (model, model.get_output_embeddings()):  # Llama 4, ModernBERT
+            decoder = model.model
         output = decoder(use_cache=False, **self._arguments(inputs))
         return cast("Tensor", output.last_hidden_state).flatten(0, 1)
 

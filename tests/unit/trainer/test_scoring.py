@@ -286,6 +286,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
         {"lm_head_multiplier": 0.5, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16},
         "changes the logits",
     ),
+    "modernbert, a layer before the head": (
+        "ModernBertDecoderConfig",
+        {},
+        "changes the decoder's hidden",
+    ),
     "inkling, hidden states divided": ("InklingTextConfig", {}, "changes the decoder's hidden"),
     "roberta, a layer before the head": (
         "RobertaConfig",
