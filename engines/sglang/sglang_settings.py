@@ -149,6 +149,9 @@ class SglangSettings(SpanningSettings):
             # It finds cached prefixes by their tokens alone, whatever weights computed them.
             "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE": "0",
             # No plan counts logits of a teacher's prompt: 1024 tokens at once, as in vLLM.
+            "SGLANG_ENABLE_LOGPROB_CHUNK": "1",
+            "SGLANG_LOGPROB_CHUNK_SIZE": "1024",
+            # The same in older versions: 0.5.23 does not know these names.
             "SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK": "1",
             "SGLANG_LOGITS_PROCESSER_CHUNK_SIZE": "1024",
             # Leaves room for the spare tokens; _check_context_len keeps the model's limit.

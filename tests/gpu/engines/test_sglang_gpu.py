@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Coroutine, Generator
 from contextlib import aclosing
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from umbra.engines.sglang.sglang_engine import SglangCore
+from umbra.engines.sglang.sglang_settings import SglangSettings
 from umbra.runtime.engine_api.lifecycle import Tag
 from umbra.runtime.errors import EngineError
 
@@ -140,6 +142,14 @@ async def test_a_pause_takes_no_second_while_64_requests_run(
         f"pause {mode}: {(paused - started) * 1e3:.1f} ms, resume {(resumed - paused) * 1e3:.1f} ms"
     )
     assert paused - started < 0.5
+
+
+def test_sglang_knows_two_of_the_variables_that_bound_the_logits_of_a_prompt() -> None:
+    known: Any = import_module("sglang.srt.environ").envs
+
+    found = {name: value for name, value in SglangSettings.environment().items() if "CHUNK" in name}
+
+    assert sorted(value for name, value in found.items() if hasattr(known, name)) == ["1", "1024"]
 
 
 @on_the_engines_loop

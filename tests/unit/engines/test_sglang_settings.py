@@ -108,10 +108,11 @@ def test_logits_of_a_teachers_prompt_stay_within_what_is_planned_for_an_engine(
 ) -> None:
     variables = settings(tmp_path).environment()
 
-    assert variables["SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK"] == "1"
-    num_tokens, vocab_size = int(variables["SGLANG_LOGITS_PROCESSER_CHUNK_SIZE"]), 152_064
-    float32_nbytes = 2 * 4 * num_tokens * vocab_size  # logits and log-probabilities
-    assert float32_nbytes < ENGINE_AWAKE_NBYTES
+    for name in ("LOGPROB", "LOGITS_PROCESSER"):  # as 0.5.23 reads, and older ones
+        assert variables[f"SGLANG_ENABLE_{name}_CHUNK"] == "1"
+        num_tokens, vocab_size = int(variables[f"SGLANG_{name}_CHUNK_SIZE"]), 152_064
+        float32_nbytes = 2 * 4 * num_tokens * vocab_size  # logits and log-probabilities
+        assert float32_nbytes < ENGINE_AWAKE_NBYTES
 
 
 def test_a_chosen_kv_cache_includes_what_sglang_keeps_free(tmp_path: Path) -> None:
