@@ -7,7 +7,7 @@
 An index has three frames (`ledger_frames`): facts by which a reader knows whether it needs more,
 the `SampleTable` at the part's end, and the rows of samples that were trained or dropped in it.
 The log's bytes decide the content, whoever writes it. An index appears by a rename, and a reader
-treats a damaged or foreign one as missing, so it is not locked, and synced only before its log goes.
+treats a damaged or foreign one as missing. It is never locked, and synced before its log goes.
 
 A part is removed when the newer ones have the wanted size, no snapshot that is needed lies before
 its end, and no sample began in it that may still change. Samples that end later than in the part in
