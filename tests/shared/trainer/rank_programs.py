@@ -411,6 +411,7 @@ def load_other_adapters(world: Mesh, folder: str) -> dict[str, str]:
     path = store.save(state, {POLICY: policy("a", "q_proj", "v_proj")})
     others = {
         "same": policy("a", "q_proj", "v_proj"),
+        "reordered": policy("a", "v_proj", "q_proj"),
         "fewer": policy("a", "q_proj"),
         "more": policy("a"),
         "scale": policy("a", "q_proj", "v_proj", alpha=16.0),
