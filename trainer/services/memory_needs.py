@@ -55,7 +55,14 @@ leaves the GPU idle while much is gathered, before a step's first kernel."""
 _LARGE_MICRO_BATCH_TOKENS: Final = 32_768
 """A micro-batch has as many where there is memory: on an H200, a 0.6B step takes 723 ms and 40 GiB
 instead of 746 ms and 29 GiB."""
-_LOGIT_SETTINGS: Final = ("logits_scaling", "logit_scale", "final_logit_softcapping")
+_LOGIT_SETTINGS: Final = (
+    "logits_scaling",
+    "logit_scale",
+    "lm_head_multiplier",
+    "logits_mup_width_multiplier",
+    "final_logit_softcapping",
+    "logits_soft_cap",
+)
 """Names in config.json of a factor or a cap of logits, in the models of transformers."""
 _COMPILED_SHARE: Final = 0.65
 """Share of the activations that torch.compile keeps, measured with Qwen3 shapes on an H200."""

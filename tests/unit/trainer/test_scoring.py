@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -26,6 +27,7 @@ from umbra.trainer.model.train_model import (
     PassSettings,
     _Scorer,  # pyright: ignore[reportPrivateUsage]
 )
+from umbra.trainer.services.memory_needs import ModelSizes
 
 NUM_TOKENS, HIDDEN, VOCAB = 53, 16, 300
 PASSES = PassSettings(compute_dtype=torch.float32)
@@ -291,6 +293,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
         {},
         "changes the decoder's hidden",
     ),
+    "recurrent-gemma, a cap on logits": (
+        "RecurrentGemmaConfig",
+        {"num_key_value_heads": 1, "attention_window_size": 8, "lru_width": 32},
+        "changes the logits",
+    ),
     "inkling, hidden states divided": ("InklingTextConfig", {}, "changes the decoder's hidden"),
     "roberta, a layer before the head": (
         "RobertaConfig",
@@ -302,7 +309,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_a_model_does_beside_applying_its_head_is_found(family: str) -> None:
+def test_what_a_model_does_beside_applying_its_head_is_found(tmp_path: Path, family: str) -> None:
     name, changes, said = FAMILIES[family]
     scorer = _Scorer(small_model(name, changes), PASSES)
     token_ids = torch.tensor([[5, 9, 33, 70, 12, 20]])
@@ -316,6 +323,9 @@ def test_what_a_model_does_beside_applying_its_head_is_found(family: str) -> Non
         logits: Tensor = cast("Any", scorer.model)(input_ids=token_ids, use_cache=False).logits
 
     assert (said in obstacle) if said else not obstacle
+    cast("Any", scorer.model).save_pretrained(tmp_path)
+    is_known = "a layer" not in family  # by config.json
+    assert ModelSizes.read(tmp_path).changes_logits == (bool(said) and is_known)
     expected = logits[0].log_softmax(-1).gather(1, targets[:, None])[:, 0]
     torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=0)
 
