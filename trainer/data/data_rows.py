@@ -64,7 +64,7 @@ def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def _read_json(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Reads an object a line, or at once a file that is one list of objects."""
     with path.open("rb") as file:
-        is_list = _LIST.match(file.readline()) is not None
+        is_list = _LIST.match(next(filter(bytes.strip, file), b"")) is not None
         file.seek(0)
         for number, part in enumerate([file.read()] if is_list else file, 1):
             if not part.strip():
