@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
-import numpy as np
 import torch
+from torch import Tensor
 
 from umbra.trainer.algorithms.advantages import (
     gae,
@@ -52,10 +53,11 @@ class ValueObjective:
 
 def add_gae(
     micro_batches: Sequence[MicroBatch], critic: CriticSection, train: TrainSection
-) -> dict[str, float]:
+) -> Callable[[], dict[str, float]]:
     """Puts advantages in the place of the samples' rewards, and adds the returns that values are to
     become, from the critic's values before the step. With `train.kl_in_reward`, each token's reward
-    has its KL. Returns metrics of the values. Collective."""
+    has its KL. Collective; the host waits for no result. What it returns waits, and returns metrics
+    of the values."""
     for micro_batch in micro_batches:
         columns, lens = micro_batch.columns, micro_batch.sample_lens
         rewards = rewards_at_ends(columns[ADVANTAGES], lens)
@@ -67,30 +69,27 @@ def add_gae(
         advantages = gae(rewards, values, lens, critic.gamma, critic.lam)
         columns[RETURNS] = (values + of_returns).to(values.dtype)
         columns[ADVANTAGES] = advantages.to(values.dtype)
-    own = [each for each in micro_batches if len(each.places)]
     if train.advantage_norm == "batch":
-        _normalize(own)
-    return _metrics(own, micro_batches[0].weights.device)
+        whole = normalize_over_batch(_whole(micro_batches, ADVANTAGES))
+        for micro_batch in micro_batches:
+            num_tokens = len(micro_batch.places)
+            micro_batch.columns[ADVANTAGES][:num_tokens] = whole[:num_tokens]
+            whole = whole[num_tokens:]
+    returns = _whole(micro_batches, RETURNS).double()
+    errors = returns - _whole(micro_batches, VALUES)
+    moments = (torch.ones_like(returns), returns, returns.square(), errors, errors.square())
+    sums = sum_over_ranks(torch.stack([each.sum() for each in moments]))
+    return partial(_metrics, sums)
 
 
-def _normalize(micro_batches: Sequence[MicroBatch]) -> None:
-    found = [each.columns[ADVANTAGES].cpu().numpy() for each in micro_batches]
-    whole = normalize_over_batch(np.concatenate([*found, np.zeros(0, np.float32)]))
-    parts = np.split(whole, np.cumsum([len(each) for each in found]))
-    for micro_batch, part in zip(micro_batches, parts, strict=False):
-        advantages = micro_batch.columns[ADVANTAGES]
-        micro_batch.columns[ADVANTAGES] = torch.as_tensor(part).to(advantages)
+def _whole(micro_batches: Sequence[MicroBatch], name: str) -> Tensor:
+    """A column of all micro-batches, without padding."""
+    return torch.cat([each.columns[name][: len(each.places)] for each in micro_batches])
 
 
-def _metrics(micro_batches: Sequence[MicroBatch], device: torch.device) -> dict[str, float]:
+def _metrics(sums: Tensor) -> dict[str, float]:
     """Means over all tokens, and the share of the returns' variance that the values explain."""
-    sums = torch.zeros(5, dtype=torch.float64, device=device)
-    for micro_batch in micro_batches:
-        returns = micro_batch.columns[RETURNS].double()
-        errors = returns - micro_batch.columns[VALUES]
-        moments = (returns, returns.square(), errors, errors.square())
-        sums += torch.stack([sums.new_tensor(len(returns)), *(each.sum() for each in moments)])
-    count, *totals = (float(each) for each in sum_over_ranks(sums).cpu())
+    count, *totals = (float(each) for each in sums.cpu())
     if not count:
         return {}
     mean, square, error, squared_error = (total / count for total in totals)

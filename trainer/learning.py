@@ -79,7 +79,7 @@ def add_advantages(config: TrainerConfig, estimate: AdvantageEstimator, batch: T
     of_groups = batch_advantages(estimate, groups.rewards, groups.offsets, weights)
     of_samples = batch.of_samples(of_groups)
     if train.advantage_norm == "batch" and train.advantage not in TOKEN_ADVANTAGES:
-        of_samples = normalize_over_batch(of_samples)
+        of_samples = normalize_over_batch(torch.as_tensor(of_samples)).numpy()
     batch.add_advantages(of_samples)
 
 

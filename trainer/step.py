@@ -110,7 +110,8 @@ class TrainStep:
         micro_batches = list(chain(*mini_batches))
         needs_proximal = train.advantage in TOKEN_ADVANTAGES and train.kl_in_reward
         is_proximal = learners != self._learners or needs_proximal or len(mini_batches) > 1
-        metrics = self._score(micro_batches, is_proximal=is_proximal)
+        metrics_of_scores = self._score(micro_batches, is_proximal=is_proximal)
+        metrics: dict[str, float] = {}
         norms: dict[str, list[float]] = {learner.prefix: [] for learner in learners}
         for update in range(self._train.updates_per_batch):
             totals = [MetricTotals() for _ in learners]
@@ -133,12 +134,15 @@ class TrainStep:
             metrics[f"{prefix}grad_norm"] = max(finite, default=math.nan)
             if self._train.skip_nonfinite:
                 metrics[f"{prefix}skipped_steps"] = float(len(of_steps) - len(finite))
+        metrics |= metrics_of_scores()
         return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
-    def _score(self, micro_batches: Sequence[MicroBatch], *, is_proximal: bool) -> dict[str, float]:
+    def _score(
+        self, micro_batches: Sequence[MicroBatch], *, is_proximal: bool
+    ) -> Callable[[], dict[str, float]]:
         """Adds the scores of other models, before a parameter changes, and the advantages of
-        tokens; returns metrics of these. With a single mini-batch, the first update of the
-        policy computes the proximal logprobs itself."""
+        tokens; what it returns waits for these, and returns their metrics. With a single
+        mini-batch, the first update of the policy computes the proximal logprobs itself."""
         for micro_batch in micro_batches:
             if self._train.kl_coef:
                 policy, reference = self._policy, self._reference
@@ -152,7 +156,7 @@ class TrainStep:
                 micro_batch.columns[VALUES] = values.logprobs
         target = TOKEN_ADVANTAGES.get(self._train.advantage)
         if target is None:
-            return {}
+            return dict[str, float]
         add = load_function(target, "train.advantage")
         return add(micro_batches, self._critic, self._train)
 

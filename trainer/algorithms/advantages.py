@@ -18,7 +18,6 @@ among them: a token's next state is that of the next generated token.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final
@@ -75,17 +74,18 @@ def no_advantages(rewards: NDArray[np.float32]) -> NDArray[np.float32]:
     return np.zeros_like(rewards)
 
 
-def normalize_over_batch(advantages: NDArray[np.float32]) -> NDArray[np.float32]:
+def normalize_over_batch(advantages: Tensor) -> Tensor:
     """(A - mean) / (std + 1e-4) over the samples, or tokens, of all ranks, from this rank's [N].
-    Collective. REINFORCE++, Hu et al. 2025, arXiv:2501.03262."""
-    wide = advantages.astype(np.float64)
-    sums = torch.tensor([len(wide), wide.sum(), np.square(wide).sum()], dtype=torch.float64)
-    count, total, squares = (float(value) for value in sum_over_ranks(sums))
-    mean = total / max(count, 1.0)  # a batch may have no token to train on
-    std = math.sqrt(max(0.0, squares - count * mean**2) / max(1.0, count - 1))
-    if abs(mean) < _ROUNDING * std:  # of centred advantages, whose zeros stay exact
-        mean = 0.0
-    return np.asarray((wide - mean) / (std + _STD_FLOOR), np.float32)
+    Collective; the host waits for no result. REINFORCE++, Hu et al. 2025, arXiv:2501.03262."""
+    wide = advantages.double()
+    sums = torch.stack([each.sum() for each in (torch.ones_like(wide), wide, wide.square())])
+    count, total, squares = sum_over_ranks(sums)
+    mean = total / count.clamp(min=1)  # a batch may have no token to train on
+    variance = (squares - count * mean.square()).clamp(min=0) / (count - 1).clamp(min=1)
+    std = variance.sqrt()
+    # The mean of centred advantages is rounding, and their zeros stay exact.
+    mean = torch.where(mean.abs() < _ROUNDING * std, 0.0, mean)
+    return ((wide - mean) / (std + _STD_FLOOR)).to(advantages.dtype)
 
 
 def batch_advantages(

@@ -308,7 +308,7 @@ def train_variant(world: Mesh, changes: dict[str, Any], options: dict[str, Any])
 def normalized(of_ranks: list[list[float]]) -> NDArray[np.float32]:
     """This rank's advantages, normalized over those of all ranks."""
     world = make_world()
-    return normalize_over_batch(np.asarray(of_ranks[world.rank], np.float32))
+    return normalize_over_batch(torch.tensor(of_ranks[world.rank])).numpy()
 
 
 def half_precision_scores(world: Mesh, packed: bool) -> tuple[NDArray[Any], NDArray[Any]]:

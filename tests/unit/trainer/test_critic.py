@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -167,7 +167,7 @@ def test_tools_tokens_are_skipped_and_the_kl_is_in_each_token_s_reward(
         steps=1, advantage="gae", advantage_norm="batch", kl_coef=0.3, kl_in_reward=kl_in_reward
     )
 
-    metrics = add_gae([micro_batch], critic, train)
+    metrics = add_gae([micro_batch], critic, train)()
 
     advantages, returns = np.zeros(len(values)), np.zeros(len(values))
     for idx in range(len(batch.prompt_lens)):
@@ -209,7 +209,35 @@ def test_a_batch_without_a_token_to_train_on_leaves_all_as_it_is(mesh: DeviceMes
     ((micro_batch,),) = builder(packed=True).build(batch)
     train = TrainSection(steps=1, advantage="gae", advantage_norm="batch")
 
-    assert add_gae([micro_batch], CriticSection(), train) == {}
+    assert add_gae([micro_batch], CriticSection(), train)() == {}
+
+
+def test_the_host_waits_for_no_advantage() -> None:
+    batch = make_batch(random_samples(3, [4], [3, 5], group_size=2))
+    batch.columns[VALUES] = batch.columns[PROXIMAL_LOGPROBS] = np.ones(
+        len(batch.tokens), np.float32
+    )
+    batch.columns[REFERENCE_LOGPROBS] = batch.columns[VALUES]
+    whole = builder(packed=True).build(batch)
+    train = TrainSection(
+        steps=1, advantage="gae", advantage_norm="batch", kl_coef=0.3, kl_in_reward=True
+    )
+    # Tensors on this device have no values: to read one raises.
+    micro_batches = [on_meta(each) for each in chain(*whole)]
+
+    metrics = add_gae(micro_batches, CriticSection(), train)
+
+    with pytest.raises(NotImplementedError, match="no data"):
+        metrics()
+
+
+def on_meta(micro_batch: MicroBatch) -> MicroBatch:
+    return replace(
+        micro_batch,
+        columns={name: each.to("meta") for name, each in micro_batch.columns.items()},
+        weights=micro_batch.weights.to("meta"),
+        sample_lens=micro_batch.sample_lens.to("meta"),
+    )
 
 
 @pytest.mark.parametrize(("reward", "gamma"), [(0.1, 1.0), (0.0, 0.99)])
@@ -222,7 +250,7 @@ def test_equal_returns_have_no_variance_to_explain(
     ((micro_batch,),) = builder(packed=True).build(batch)
 
     critic, train = CriticSection(gamma=gamma), TrainSection(steps=1, advantage="gae")
-    metrics = add_gae([micro_batch], critic, train)
+    metrics = add_gae([micro_batch], critic, train)()
 
     assert "critic/explained_variance" not in metrics
     assert metrics["critic/return_mean"] == pytest.approx(reward, abs=1e-7)
@@ -382,11 +410,11 @@ def test_the_policy_s_schedule_begins_after_the_critic_s_warm_up(
 
 def double(
     micro_batches: Sequence[MicroBatch], critic: CriticSection | None, train: TrainSection
-) -> dict[str, float]:
+) -> Callable[[], dict[str, float]]:
     assert critic is None
     for micro_batch in micro_batches:
         micro_batch.columns[ADVANTAGES] = 2 * micro_batch.columns[ADVANTAGES]
-    return {"train/doubled": float(len(micro_batches))}
+    return lambda: {"train/doubled": float(len(micro_batches))}
 
 
 @pytest.mark.slow
