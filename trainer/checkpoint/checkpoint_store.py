@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -92,7 +92,8 @@ _dcp: Final[Any] = dcp
 
 class CheckpointStore:
     """The checkpoints of a run directory. Every rank has one; save and load are collective.
-    `folder`, where the last one was saved, follows a run directory that is moved."""
+    `folder`, where the last one was saved, follows a run directory that is moved, also while one is
+    written."""
 
     def __init__(self, folder: Path, mesh: Mesh, keep: int) -> None:
         self.folder = folder
@@ -204,42 +205,41 @@ class CheckpointStore:
 
     def _write(self, writer: _Writer, state: TrainerState, on_complete: Callable[[], None]) -> None:
         """Runs on a thread of every rank. Their collectives are in a group of their own."""
-        target = writer.checkpoint
         if self._mesh.device.type == "cuda":
             torch.cuda.set_device(self._mesh.device)  # of this thread
         try:
             with span("write the checkpoint", step=state.step, overlaps=True):
                 writer.save(self._group)
                 digests = from_each_rank(writer.files.digests, self._group)
-                complete = partial(self._complete, target, state, digests)
-                from_lead(self._mesh, complete, self._group)
+                complete = partial(self._complete, writer.folder, state, digests)
+                self.folder = from_lead(self._mesh, complete, self._group)
             on_complete()
         except RunDirectoryError:  # raised on every rank, when none of them writes any more
-            if self._mesh.is_lead and not is_complete(target):
-                shutil.rmtree(target, ignore_errors=True)
+            from_lead(self._mesh, writer.clean_up, self._group)
             raise
 
     def _complete(
         self,
-        target: Path,
+        held: HeldFolder,
         state: TrainerState,
         digests: Sequence[Mapping[str, str]],
-    ) -> None:
+    ) -> Path:
+        """Returns the folder of the checkpoints, which may have been moved."""
+        target, folder = held.path, held.path.parent
         write_json(target / STATE_FILE, asdict(state))
         with writing("complete the checkpoint", target):
             sync(target)
             complete(target, {name: d for of_rank in digests for name, d in of_rank.items()})
-            sync(self.folder)
+            sync(folder)
             # Later ones belong to a discarded history: they do not count, and stay.
             found = [
-                path
-                for path in complete_checkpoints(self.folder)
-                if checkpoint_step(path) <= state.step
+                path for path in complete_checkpoints(folder) if checkpoint_step(path) <= state.step
             ]
-            best = best_checkpoint(self.folder)
+            best = best_checkpoint(folder)
             for path in found[: -self._keep]:
                 if path != best:
                     _remove(path)
+        return folder
 
 
 class StoredParameters:
@@ -320,6 +320,21 @@ class _Writer(FileSystemWriter):
                 planner=_CopiesFirst(self._copies),
                 process_group=group,
             )
+
+    @cached_property
+    def folder(self) -> HeldFolder:
+        return HeldFolder(self.checkpoint)
+
+    def clean_up(self) -> None:
+        """Removes the checkpoint unless it is complete. Raises RunDirectoryError if it was removed
+        before."""
+        target = self.folder.path
+        if not is_complete(target):
+            shutil.rmtree(target, ignore_errors=True)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        self.path = self.folder.inside
+        return super().prepare_local_plan(plan)
 
     def write_data(
         self, plan: SavePlan, planner: SavePlanner

@@ -85,6 +85,11 @@ class HeldFolder:
             )
         return Path(found)
 
+    @property
+    def inside(self) -> Path:
+        """The folder to this process, wherever it is. No name for others, or for messages."""
+        return Path(f"/proc/self/fd/{self._fd}")
+
     def append(self, name: str, line: str) -> None:
         """Appends a line to a file in it, also if an editor has replaced or removed that file.
         Raises RunDirectoryError if the disk is full or the like, or the folder was removed."""

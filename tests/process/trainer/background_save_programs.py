@@ -8,6 +8,7 @@ import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 from unittest.mock import patch
 
@@ -28,7 +29,7 @@ from umbra.trainer.checkpoint import host_copy
 from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore
 from umbra.trainer.checkpoint.trainer_state import TrainerState, is_complete
 from umbra.trainer.model.train_model import POLICY
-from umbra.trainer.world.mesh import Mesh, any_rank, barrier
+from umbra.trainer.world.mesh import Mesh, any_rank, barrier, from_lead
 
 
 def run_saves(folder: str) -> dict[str, Any]:
@@ -37,6 +38,8 @@ def run_saves(folder: str) -> dict[str, Any]:
         "beside": train_beside_a_save(world, f"{folder}/beside"),
         "short": save_without_memory(world, f"{folder}/short"),
         "failed": fail_in_the_background(world, f"{folder}/failed"),
+        "moved": save_elsewhere(world, Path(folder) / "run", Path(folder) / "moved"),
+        "removed": save_elsewhere(world, Path(folder) / "gone", None),
     }
 
 
@@ -45,16 +48,18 @@ def state_of(world: Mesh, step: int) -> TrainerState:
 
 
 @contextmanager
-def held_writers() -> Generator[threading.Event]:
-    """Writers begin to write once the event is set."""
-    released, write = threading.Event(), FileSystemWriter.write_data
+def held_writers() -> Generator[tuple[threading.Event, threading.Event]]:
+    """Writers set the first event before their first byte, and go on once the second is set."""
+    begun, released = threading.Event(), threading.Event()
+    write = FileSystemWriter.write_data
 
     def held(self: FileSystemWriter, *args: Any) -> Any:
+        begun.set()
         assert released.wait(60.0)
         return write(self, *args)
 
     with patch.object(FileSystemWriter, "write_data", held):
-        yield released
+        yield begun, released
 
 
 def train_beside_a_save(world: Mesh, folder: str) -> dict[str, Any]:
@@ -64,7 +69,7 @@ def train_beside_a_save(world: Mesh, folder: str) -> dict[str, Any]:
     train_step.run(rank_batch(world, 0, 1), 0)
     store = CheckpointStore(Path(folder), world, keep=2)
     done: list[bool] = []
-    with held_writers() as released:
+    with held_writers() as (_, released):
         saved = full_parameters(policy) | full_moments(policy)
         path = store.save(
             state_of(world, 1),
@@ -94,6 +99,28 @@ def train_beside_a_save(world: Mesh, folder: str) -> dict[str, Any]:
 
 def differing(some: dict[str, Any], others: dict[str, Any]) -> list[str]:
     return [name for name, values in some.items() if not np.array_equal(values, others[name])]
+
+
+def save_elsewhere(world: Mesh, run_dir: Path, moved: Path | None) -> dict[str, Any]:
+    """A checkpoint whose run directory is moved before its first byte, or removed."""
+    from_lead(world, run_dir.mkdir)
+    policy, kept = make_policy(world), list[list[int]]()
+    store = CheckpointStore(run_dir / "checkpoints", world, keep=1)
+    store.save(state_of(world, 1), {POLICY: policy})
+    with held_writers() as (begun, released):
+        store.save(
+            state_of(world, 2),
+            {POLICY: policy},
+            lambda: kept.append(store.steps()),
+            in_background=True,
+        )
+        assert begun.wait(60.0)
+        barrier()
+        from_lead(world, lambda: run_dir.rename(moved) if moved else rmtree(run_dir))
+        released.set()
+        said = said_by(store.finish)
+    is_back = run_dir.exists()
+    return {"said": said, "folder": str(store.folder), "kept": kept, "is_back": is_back}
 
 
 def save_without_memory(world: Mesh, folder: str) -> list[bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from background_save_programs import run_saves
 from forked_ranks import start_fork
 
 from umbra.runtime.testing.distributed_world import DistributedWorld
+from umbra.trainer.checkpoint.file_digests import find_damage
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -53,3 +55,22 @@ def test_a_rank_that_could_not_write_fails_the_checkpoint_on_every_rank(
         assert found["left"] == ["step-000001"]
         assert not found["done"]
         assert not found["failed"], "it was raised"
+
+
+def test_a_checkpoint_follows_a_run_directory_that_is_moved_while_it_is_written(
+    ran: list[dict[str, Any]],
+) -> None:
+    for of_rank in ran:
+        found = of_rank["moved"]
+        assert (found["said"], found["kept"], found["is_back"]) == ("", [[2]], False)
+        assert found["folder"].endswith("/moved/checkpoints")
+        assert find_damage(Path(found["folder"]) / "step-000002") == ""
+
+
+def test_a_run_directory_that_is_removed_while_a_checkpoint_is_written_is_named_on_every_rank(
+    ran: list[dict[str, Any]],
+) -> None:
+    for of_rank in ran:
+        found = of_rank["removed"]
+        assert "gone/checkpoints/step-000002 was removed while this run used it" in found["said"]
+        assert (found["kept"], found["is_back"]) == ([], False)
