@@ -78,7 +78,6 @@ from umbra.trainer.world.mesh import (
 from umbra.trainer.world.run_files import (
     HeldFolder,
     RunDirectoryError,
-    describe_os_error,
     write_json,
     writing,
 )
@@ -163,11 +162,11 @@ class CheckpointStore:
             reader = _Reader(path)
             saved = reader.read_metadata().state_dict_metadata
             for name, model in models.items():
-                own, prefix = _tensors({name: model}), f"{_prefix(name)}{_MODEL}"
+                own = _tensors({name: model})
                 if (
                     model.optimizer is not None or own.keys() <= saved.keys()
                 ):  # else the starting model
-                    _check_fit(path, own, saved, model.path, prefix)
+                    _check_fit(path, own, saved, model.path)
                     tensors |= own
                     model.is_saved = True
             if random_state.keys() <= saved.keys():  # fewer ranks may have written it
@@ -257,7 +256,7 @@ class StoredParameters:
         which has these parameters."""
         tensors = {f"{_MODEL}{name}": p for name, p in parameters.items()}
         tensors |= {self._key.format(name): p for name, p in parameters.items()}
-        _check_fit(self._path, tensors, self._saved, model, _MODEL)
+        _check_fit(self._path, tensors, self._saved, model)
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         """One parameter, whole, cast to `dtype`."""
@@ -386,7 +385,7 @@ def _tensors(models: Mapping[str, TrainModel]) -> dict[str, Tensor]:
     than the policy begin with the model's."""
     tensors: dict[str, Tensor] = {}
     for model_name, model in models.items():
-        prefix = _prefix(model_name)
+        prefix = "" if model_name == POLICY else f"{model_name}/"
         for name, parameter in model.stored.items():
             tensors[f"{prefix}{_MODEL}{name}"] = parameter.data
         if model.optimizer is not None:
@@ -396,29 +395,22 @@ def _tensors(models: Mapping[str, TrainModel]) -> dict[str, Tensor]:
     return tensors
 
 
-def _prefix(model_name: str) -> str:
-    return "" if model_name == POLICY else f"{model_name}/"
-
-
 def _random_state(rank: int) -> dict[str, Tensor]:
     return {f"random.rank{rank}": torch.get_rng_state()}
 
 
 def _check_fit(
-    path: Path, tensors: Mapping[str, Tensor], saved: Mapping[str, Any], model: Path, prefix: str
+    path: Path, tensors: Mapping[str, Tensor], saved: Mapping[str, Any], model: Path
 ) -> None:
-    """Raises ConfigError for the first of the `tensors`, or of those with names of `prefix` in the
-    checkpoint, that differs between it and the model in the folder `model`."""
+    """Raises ConfigError for the first tensor that differs between a checkpoint and a model, which
+    is in the folder `model`. The first of the `tensors` is a parameter."""
+    prefix = next(iter(tensors)).partition(_MODEL)[0] + _MODEL
     for name in (*tensors, *(each for each in saved if each.startswith(prefix))):
-        if name not in saved:
-            difference = f"it has no tensor {name}"
-        elif name not in tensors:
-            difference = f"it has the tensor {name}, too"
-        elif list(saved[name].size) != list(tensors[name].shape):
-            shape = list(tensors[name].shape)
-            difference = f"{name} is {list(saved[name].size)} there and {shape} here"
-        else:
+        there = list(saved[name].size) if name in saved else "missing"
+        here = list(tensors[name].shape) if name in tensors else "missing"
+        if there == here:
             continue
+        difference = f"{name} is {there} there and {here} here"
         if misfit := _other_settings(name, saved):
             raise ConfigError(f"checkpoint {path} {misfit}: {difference}")
         remedy = "set critic.path as its run did"
@@ -459,16 +451,14 @@ def _disk_trouble(
     """Converts errors that torch.distributed.checkpoint collects from the ranks. `advice` is the
     remedy for errors that do not come from the disk."""
     try:
-        yield
+        with writing(what, path, needed_nbytes):
+            yield
     except CheckpointException as error:
         causes = [failure[0] for failure in error.failures.values()]
         for cause in causes:
-            if isinstance(cause, OSError):
-                raise describe_os_error(what, path, cause, needed_nbytes=needed_nbytes) from error
-            if isinstance(cause, UmbraError):
-                raise cause from error
+            if isinstance(cause, OSError | UmbraError):
+                with writing(what, path, needed_nbytes):
+                    raise cause from error
         raise RunDirectoryError(
             f"cannot {what} {path}: {describe_cause(causes[0])}{advice}"
         ) from error
-    except OSError as error:
-        raise describe_os_error(what, path, error, needed_nbytes=needed_nbytes) from error

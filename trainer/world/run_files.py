@@ -32,22 +32,11 @@ class RunDirectoryError(UmbraError):
     """A file of the run directory cannot be written or read."""
 
 
-def describe_os_error(
-    what: str, path: Path, error: OSError, *, needed_nbytes: int = 0
-) -> RunDirectoryError:
-    """Describes an OSError: what was attempted, where, why, and the remedy. `needed_nbytes` is 0 if
-    what was to be written is small."""
-    or_else = ", or point run.dir to a place that can be written"
-    if error.errno == errno.ENOSPC:
-        or_else = ", lower train.keep_checkpoints, or point run.dir to another disk"
-    reason = explain(error, path, needed_nbytes=needed_nbytes, or_else=or_else)
-    return RunDirectoryError(f"cannot {what} {path}: {reason}")
-
-
 @contextmanager
 def writing(what: str, path: Path, needed_nbytes: int = 0) -> Generator[None]:
     """Turns an OSError inside the block into a RunDirectoryError about `path`, also one that a
-    library has wrapped in another error. See `describe_os_error`."""
+    library has wrapped in another error. It has what was attempted, where, why, and the remedy.
+    `needed_nbytes` is 0 if what is to be written is small."""
     try:
         yield
     except UmbraError:
@@ -56,7 +45,11 @@ def writing(what: str, path: Path, needed_nbytes: int = 0) -> Generator[None]:
         cause = error if isinstance(error, OSError) else os_error_behind(error)
         if cause is None:
             raise
-        raise describe_os_error(what, path, cause, needed_nbytes=needed_nbytes) from error
+        or_else = ", or point run.dir to a place that can be written"
+        if cause.errno == errno.ENOSPC:
+            or_else = ", lower train.keep_checkpoints, or point run.dir to another disk"
+        reason = explain(cause, path, needed_nbytes=needed_nbytes, or_else=or_else)
+        raise RunDirectoryError(f"cannot {what} {path}: {reason}") from error
 
 
 class HeldFolder:
