@@ -211,6 +211,7 @@ def _from_pretrained(section: ModelSection, dtype: torch.dtype) -> nn.Module:
             local_files_only=True,
             trust_remote_code=section.trust_remote_code,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are reported
         )
     except (ImportError, OSError, ValueError, KeyError, RuntimeError) as error:
         raise DataError(f"model.path: {section.path} cannot be loaded: {error}") from error
@@ -218,6 +219,12 @@ def _from_pretrained(section: ModelSection, dtype: torch.dtype) -> nn.Module:
         raise DataError(
             f"model.path: the weights in {section.path} are quantised ({model.quantization_method})"
             ", which cannot be trained, and transformers cannot undo it: give the unquantised ones"
+        )
+    if wrong := sorted(report["mismatched_keys"]):
+        name, stored, expected = wrong[0]
+        raise DataError(
+            f"model.path: {name} has the shape {list(stored)} in {section.path}, and "
+            f"{list(expected)} by its config.json: correct that, or save both with save_pretrained"
         )
     missing = sorted(report["missing_keys"])
     if missing:

@@ -194,6 +194,18 @@ def test_what_needs_conversion_is_left_to_transformers(
 
 
 @pytest.mark.slow
+def test_weights_of_other_shapes_than_the_config_has_are_named(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"vocab_size": 70}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    with pytest.raises(
+        DataError, match=r"embed_tokens.weight has the shape \[64, 32\].*\[70, 32\]"
+    ):
+        prepare_causal_lm(ModelSection(path=tmp_path), torch.float32)
+
+
+@pytest.mark.slow
 def test_incomplete_weights_are_named(tmp_path: Path) -> None:
     folder = save_model(tmp_path)
     change_weights(folder, lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"))
