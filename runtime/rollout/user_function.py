@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Sequence
@@ -37,8 +38,10 @@ def load_function(target: str, setting: str) -> Callable[..., Any]:
         names = [name for name, value in vars(module).items() if callable(value)]
         close = difflib.get_close_matches(function_name, names, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        place = module.__file__
-        if place is None:  # a folder: Python imports it where no file has the name
+        place = getattr(module, "__file__", None)
+        if module_name in sys.stdlib_module_names:
+            place, hint = f"Python's own {module_name}", ": give your file another name"
+        elif place is None:  # a folder: Python imports it where no file has the name
             place = f"the folder {module.__path__[0]}"
             hint = f". Write '{module_name}.FILE:{function_name}', the file without .py"
         raise ConfigError(f"{setting} {target!r}: {place} has no function {function_name!r}{hint}")

@@ -77,6 +77,23 @@ def test_an_error_without_a_line_of_the_user_s_has_no_location(
         load_function("umbra_test_fails_when_imported:f", "reward.function")
 
 
+@pytest.mark.parametrize("name", ["time", "statistics"])  # time is part of the interpreter
+def test_a_file_named_like_a_module_of_python_is_answered_with_that(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    importlib.import_module(name)  # as umbra or a library may have done before
+    (tmp_path / f"{name}.py").write_text("def exact(**columns): ...\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+
+    with pytest.raises(ConfigError) as caught:
+        load_function(f"{name}:exact", "reward.function")
+
+    assert str(caught.value) == (
+        f"reward.function '{name}:exact': Python's own {name} has no function 'exact': "
+        "give your file another name"
+    )
+
+
 def test_a_function_of_a_folder_is_answered_with_how_to_name_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
