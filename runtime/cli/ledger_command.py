@@ -22,8 +22,7 @@ from umbra.runtime.dash.sample_texts import (
 )
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
-from umbra.runtime.rollout.ledger.sample_accounts import SampleState
-from umbra.runtime.rollout.ledger.sample_table import SampleRow
+from umbra.runtime.rollout.ledger.sample_accounts import SampleRow, SampleState
 from umbra.runtime.terminal_text import escape_unprintable
 
 # More would scroll the list's head out of the screen; fewer would make --newest a habit.

@@ -13,8 +13,8 @@ from umbra.runtime.rollout.agents.sample_text import LoopHistory, SampleText
 from umbra.runtime.rollout.ledger.ledger_events import GIVEN
 from umbra.runtime.rollout.ledger.ledger_history import ledger_folder, managers_of
 from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
-from umbra.runtime.rollout.ledger.sample_accounts import SampleContent, SampleState
-from umbra.runtime.rollout.ledger.sample_table import SampleRow
+from umbra.runtime.rollout.ledger.sample_accounts import SampleRow, SampleState
+from umbra.runtime.rollout.ledger.sample_contents import SampleContent
 from umbra.runtime.rollout.prompts import PromptSet
 from umbra.runtime.terminal_text import escape_unprintable
 from umbra.runtime.text.model_tokenizer import ModelTokenizer, tokenizer_path

@@ -21,8 +21,8 @@ from umbra.runtime.disk import replacing, writing_output
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.rollout.dispatch.trajectory import NOT_GENERATED
 from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
-from umbra.runtime.rollout.ledger.sample_accounts import SampleContent
-from umbra.runtime.rollout.ledger.sample_table import SampleRow
+from umbra.runtime.rollout.ledger.sample_accounts import SampleRow
+from umbra.runtime.rollout.ledger.sample_contents import SampleContent
 from umbra.runtime.rollout.prompts import PromptSet
 from umbra.runtime.text.model_tokenizer import ModelTokenizer, tokenizer_path
 from umbra.trainer.config.trainer_config import TrainerConfig

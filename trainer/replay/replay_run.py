@@ -12,8 +12,8 @@ from umbra.runtime.cluster.environment import TorchrunEnvironment
 from umbra.runtime.dash.sample_texts import PROMPTS, open_ledger
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.rollout.dispatch.trajectory import Group, Trajectory
-from umbra.runtime.rollout.ledger.sample_accounts import SampleContent
-from umbra.runtime.rollout.ledger.sample_table import SampleRow
+from umbra.runtime.rollout.ledger.sample_accounts import SampleRow
+from umbra.runtime.rollout.ledger.sample_contents import SampleContent
 from umbra.runtime.rollout.manager.batch_answers import BatchAnswers
 from umbra.runtime.rollout.prompts import PromptSet
 from umbra.runtime.rollout.rollout_config import BatchLayout

@@ -32,14 +32,14 @@ from umbra.runtime.disk import explain, replacing, sync
 from umbra.runtime.errors import LedgerError
 from umbra.runtime.rollout.ledger import ledger_frames
 from umbra.runtime.rollout.ledger.ledger_history import LogPart, kept_path
-from umbra.runtime.rollout.ledger.sample_accounts import SampleContent, SampleState
-from umbra.runtime.rollout.ledger.sample_table import (
-    EvaluationRow,
+from umbra.runtime.rollout.ledger.sample_accounts import (
     SampleRow,
-    SampleTable,
+    SampleState,
     rows_from_wire,
     rows_to_wire,
 )
+from umbra.runtime.rollout.ledger.sample_contents import SampleContent
+from umbra.runtime.rollout.ledger.sample_table import EvaluationRow, SampleTable
 
 _FORMAT: Final = 2
 _LEVEL: Final = 3  # of zlib; higher ones take several times as long for a tenth

@@ -41,9 +41,10 @@ from umbra.runtime.rollout.ledger.ledger_history import (
     kept_path,
     read_history,
 )
-from umbra.runtime.rollout.ledger.sample_accounts import SampleContent, SampleState, read_contents
+from umbra.runtime.rollout.ledger.sample_accounts import SampleRow, SampleState
+from umbra.runtime.rollout.ledger.sample_contents import SampleContent, read_contents
 from umbra.runtime.rollout.ledger.sample_story import story_of
-from umbra.runtime.rollout.ledger.sample_table import EvaluationRow, SampleRow, SampleTable
+from umbra.runtime.rollout.ledger.sample_table import EvaluationRow, SampleTable
 
 _KEPT_PARTS: Final = 4
 """Parts whose rows are kept in memory, at 10 MB each. Fewer are read again by a page that shows the

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Final, assert_never
+from typing import Any, Final
 
 import numpy as np
 
@@ -30,26 +30,41 @@ from umbra.runtime.rollout.ledger.ledger_events import (
     Tokens,
     Uids,
     Version,
+    uids_of,
 )
 from umbra.runtime.rollout.ledger.ledger_history import Entry
 from umbra.runtime.rollout.ledger.sample_accounts import (
-    GroupAccount,
+    GroupRow,
     SampleAccount,
     SampleState,
     Totals,
 )
-from umbra.runtime.rollout.ledger.token_runs import MAX_TOKENS, TokenRuns
+from umbra.runtime.rollout.ledger.sample_states import UNLEASED, SampleStates
+from umbra.runtime.rollout.ledger.token_runs import JoinedRuns, RunColumns
 
 _RUNNING: Final = frozenset({SampleState.RUNNING})
 _WAITING: Final = frozenset({SampleState.PENDING, SampleState.PARTIAL})
 _OPEN: Final = _WAITING | _RUNNING
 _FINISHED: Final = frozenset({SampleState.FINISHED})
 _SCORED: Final = frozenset({SampleState.SCORED})
-_UNLEASED: Final = _OPEN | _FINISHED | _SCORED
+_ALLOWED: Final[Mapping[type[Event], frozenset[SampleState]]] = {
+    Started: _WAITING,
+    Cut: _RUNNING,
+    PromptGiven: _OPEN,
+    Reset: _OPEN,
+    Recorded: _OPEN,
+    Finished: _OPEN,
+    RewardParts: _FINISHED,
+    TeacherLogprobs: _FINISHED | _SCORED,
+    Scored: _FINISHED,
+    Leased: _SCORED,
+    Dropped: UNLEASED,
+}
+"""The states of samples in which an event about them is possible."""
 _STORED: Final = ("steps_done", "covered_step", "next_uid", "num_groups", "_last_order_idx")
 
 
-class LedgerState:
+class LedgerState(SampleStates[SampleAccount]):
     """The state of all samples, computed from events alone: no clock, no files.
 
     Groups that can no longer change are folded into counts: all samples are dropped, or trained in
@@ -58,96 +73,86 @@ class LedgerState:
     """
 
     def __init__(self) -> None:
-        self.versions: dict[int, int] = {}  # the optimizer step of each version
-        self.steps_done = 0  # in the surviving history
-        self.covered_step = 0  # steps that the newest checkpoint covers
+        super().__init__(SampleAccount)
         self.evaluation: Evaluated | None = None  # unless the job has gone back since
-        self.next_uid = 0  # uid of the next group's first sample
         self.num_groups = 0  # number of groups that were ever admitted
-        self.totals = Totals()
-        self.counts: Counter[SampleState] = Counter()
-        self.drop_reasons: Counter[str] = Counter()
         self._restores = deque[int]()
         self._last_kept_step = math.inf  # tokens of later steps' versions are only counted
         self._released_step = 0  # samples trained before this step have no tokens any more
         self._last_order_idx = -1
-        self._samples: dict[int, SampleAccount] = {}
-        self._groups: dict[str, GroupAccount] = {}
-        self._leased: dict[int, list[SampleAccount]] = {}  # by step, until released
-        self._runs = TokenRuns()  # not yet given to their samples
+        self._groups: dict[str, Sequence[SampleAccount]] = {}  # in order of admission
+        self._columns = RunColumns()
 
     def apply(self, event: Event) -> None:
         self._apply(event)
-        self._distribute()
+        self.flush()
 
     def apply_all(self, entries: Iterable[Entry]) -> None:
-        """Applies many events, much faster. Accounts that were returned earlier may lag behind the
-        last event until an account is asked for."""
+        """Applies many events, much faster."""
         for entry in entries:
             for event in entry.batch.events:
                 try:
                     self._apply(event)
                 except LedgerError as error:
                     raise LedgerError(f"the ledger at {entry.position}: {error}") from error
+        self.flush()
 
     def _apply(self, event: Event) -> None:
+        if isinstance(event, Tokens):
+            if not self._columns.fit(event, self.versions):
+                self._check_runs(event)
+            self._columns.put(event)
+            self.follow(event)
+            return
+        if isinstance(event, PromptGiven | Reset):
+            self.flush()
+        samples = self._check(event)
+        if isinstance(event, Reset):
+            samples[0].reset_tokens += samples[0].num_tokens
+        self.follow(event)
+        for sample in samples:
+            self._columns.observe(sample.uid, sample.state)
         match event:
-            case Version():
-                self._announce(event.version, event.step)
             case Admitted():
-                self._admit(event)
-            case Started():
-                self._move_all(self._find(event, event.uids, _WAITING), SampleState.RUNNING)
-            case Cut():
-                self._cut(self._find(event, event.uids, _RUNNING))
-            case Tokens():
-                self._append(event)
+                self._hold([self.live[uid] for uid in range(event.first_uid, self.next_uid)])
+                self.num_groups += 1
+                self._last_order_idx = event.order_idx
             case PromptGiven():
-                self._replace_prompt(event)
+                samples[0].prompt = event.tokens
             case Reset():
-                self._reset(self._find_one(event, event.uid, _OPEN))
+                samples[0].prompt = None
+                self._columns.observe(event.uid, SampleState.PENDING, 0)
             case Recorded():
-                self._record(event)
-            case Finished():
-                self._finish(event)
-            case RewardParts():
-                self._keep_parts(event)
+                samples[0].recorded[event.key] = event.value
             case TeacherLogprobs():
-                self._keep_teacher_logprobs(event)
-            case Scored():
-                self._score(event)
-            case Leased():
-                self._lease(event)
+                samples[0].teacher_logprobs = event.logprobs.copy()  # not a view of a whole frame
             case Dropped():
-                self._drop(self._find(event, event.uids, _UNLEASED), event.reason)
+                self._release(samples)
             case Checkpoint():
-                self._cover(event)
+                self._settle()
             case Restored():
-                self._restore(event)
+                self.evaluation = None
+                for sample in self.live.values():
+                    self._columns.observe(sample.uid, sample.state, sample.num_tokens)
+                    if sample.state in _OPEN:
+                        sample.teacher_logprobs = None  # they were of all its tokens
+                self._settle()
             case Evaluated():
                 self.evaluation = event
             case _:
-                assert_never(event)
+                pass
 
     def sample(self, uid: int) -> SampleAccount:
         """The account of a sample that was not folded; raises KeyError otherwise."""
-        self._distribute()
-        return self._samples[uid]
+        return self.live[uid] if uid in self.live else self.ended[uid]
 
-    def group(self, group_id: str) -> GroupAccount:
-        """The account of a group that was not folded; raises KeyError otherwise."""
-        self._distribute()
-        return self._groups[group_id]
-
-    def groups(self) -> Iterator[GroupAccount]:
-        """The groups that were not folded, in order of admission."""
-        self._distribute()
+    def groups(self) -> Iterator[Sequence[SampleAccount]]:
+        """The samples of each group that was not folded, in order of admission."""
         return iter(self._groups.values())
 
     def scored(self) -> Uids:
         """Uids of samples that have a reward and are not leased."""
-        found = [uid for uid, held in self._samples.items() if held.state is SampleState.SCORED]
-        return np.asarray(found, np.int64)
+        return self._live_in(SampleState.SCORED)
 
     @property
     def next_order_idx(self) -> int:
@@ -156,8 +161,10 @@ class LedgerState:
 
     def running(self) -> Uids:
         """Uids of samples that engines had when the history ended; they must be cut first."""
-        found = [uid for uid, held in self._samples.items() if held.state is SampleState.RUNNING]
-        return np.asarray(found, np.int64)
+        return self._live_in(SampleState.RUNNING)
+
+    def _live_in(self, state: SampleState) -> Uids:
+        return uids_of(*(uid for uid, sample in self.live.items() if sample.state is state))
 
     def foresee(self, restores: Iterable[int], last: int | None = None) -> None:
         """Takes the steps of all `Restored` events to come, in order: tokens that one of them needs
@@ -172,7 +179,7 @@ class LedgerState:
     def to_wire(self) -> Iterator[list[Any]]:
         """The state as plain data, with trained and dropped groups as counts. It is bounded by its
         live groups, and cannot go back to an earlier step than `steps_done`."""
-        live = [group for group in self.groups() if not group.is_done]
+        live = [group for group in self.groups() if any(s.uid in self.live for s in group)]
         evaluation = self.evaluation
         yield [
             {name: getattr(self, name) for name in _STORED},
@@ -184,8 +191,8 @@ class LedgerState:
             len(live),
         ]
         for group in live:
-            yield group.to_wire()
-            for sample in group.samples:
+            yield [*group[0].group, [sample.seed for sample in group]]
+            for sample in group:
                 yield sample.to_wire()
 
     @classmethod
@@ -202,20 +209,23 @@ class LedgerState:
         state.drop_reasons.update(drop_reasons)
         state.evaluation = evaluation and Evaluated(*evaluation)
         for _ in range(num_live):
-            group = GroupAccount.from_wire(next(items))
-            state._groups[group.group_id] = group
-            for sample in group.samples:
+            *facts, seeds = next(items)
+            group = GroupRow(*facts)
+            numbered = enumerate(seeds, group.first_uid)
+            samples = [SampleAccount(group, uid, seed, 0) for uid, seed in numbered]
+            state._hold(samples)
+            for sample in samples:
                 sample.fill(next(items))
-                state._samples[sample.uid] = sample
-                state._runs.admit(sample.uid, next(iter(state._samples)))
-                state._runs.observe(sample.uid, sample.state, sample.num_tokens)
+                state._columns.observe(sample.uid, sample.state, sample.num_tokens)
+                held = state.ended if sample.state is SampleState.DROPPED else state.live
+                held[sample.uid] = sample
                 if sample.state is SampleState.LEASED:
                     assert sample.step is not None
                     state._leased.setdefault(sample.step, []).append(sample)
         return state
 
     def check_integrity(self) -> None:
-        held = Counter(sample.state for sample in self._samples.values())
+        held = Counter(sample.state for sample in self.rows())
         assert sum(self.counts.values()) == self.next_uid
         assert sum(self.drop_reasons.values()) == self.counts[SampleState.DROPPED]
         for state in SampleState:
@@ -223,20 +233,52 @@ class LedgerState:
             assert settled >= 0, state
             assert settled == 0 or state in (SampleState.TRAINED, SampleState.DROPPED), state
         for step, samples in self._leased.items():
+            assert step >= self.steps_done
             for sample in samples:
-                assert sample.step == step, sample.sample_id
-                is_done = step < self.steps_done
-                assert (sample.state is SampleState.TRAINED) == is_done, sample.sample_id
+                assert (sample.step, sample.state) == (step, SampleState.LEASED), sample.sample_id
 
-    def _announce(self, version: int, step: int) -> None:
-        if self.versions and version <= max(self.versions):
-            raise LedgerError(
-                f"version {version} follows version {max(self.versions)}: versions only grow"
-            )
-        self.versions[version] = step
-        self._advance(step)
+    def _check(self, event: Event) -> Sequence[SampleAccount]:
+        """The samples that an event is about. Raises LedgerError if it cannot happen to them."""
+        samples = self._find_in(event, _uids_of(event))
+        match event:
+            case Version() if self.versions and event.version <= max(self.versions):
+                raise LedgerError(
+                    f"version {event.version} follows version {max(self.versions)}: versions only "
+                    "grow"
+                )
+            case Admitted():
+                self._check_group(event)
+            case PromptGiven() if samples[0].num_tokens:
+                raise LedgerError(
+                    f"{samples[0].sample_id}: the prompt was replaced after "
+                    f"{samples[0].num_tokens} tokens"
+                )
+            case Recorded() if event.key in samples[0].recorded:
+                raise LedgerError(f"{samples[0].sample_id}: {event.key!r} is recorded twice")
+            case Leased():
+                self._check_lease(event, samples)
+            case Checkpoint():
+                self._check_version(event)
+                if event.step < self.covered_step:
+                    raise LedgerError(
+                        f"a checkpoint after {event.step} steps follows one after "
+                        f"{self.covered_step}"
+                    )
+            case Restored():
+                self._check_version(event)
+                if event.step < self._released_step:
+                    raise LedgerError(
+                        f"the job goes back to the checkpoint after {event.step} steps, but tokens "
+                        f"trained on up to step {self._released_step} were released: replay the "
+                        f"ledger with restoring_step={event.step}"
+                    )
+                if self._restores and self._restores.popleft() != event.step:
+                    raise LedgerError(f"`restores` does not list the return to step {event.step}")
+            case _:
+                pass
+        return samples
 
-    def _admit(self, event: Admitted) -> None:
+    def _check_group(self, event: Admitted) -> None:
         if event.first_uid != self.next_uid:
             raise LedgerError(
                 f"{event.group_id}: admitted as uid {event.first_uid}, expected {self.next_uid}"
@@ -248,53 +290,35 @@ class LedgerState:
                 f"{event.group_id}: admitted for index {event.order_idx} in the data after "
                 f"index {self._last_order_idx}"
             )
-        group = GroupAccount(
-            first_uid=event.first_uid,
-            group_id=event.group_id,
-            prompt_id=event.prompt_id,
-            epoch=event.epoch,
-            order_idx=event.order_idx,
-            seeds=event.seeds,
+
+    def _check_lease(self, event: Leased, samples: Sequence[SampleAccount]) -> None:
+        if event.step < self.steps_done:
+            raise LedgerError(
+                f"samples are leased for step {event.step + 1}, but {self.steps_done} steps are "
+                "done"
+            )
+        whole = sum(
+            sample.state is not SampleState.DROPPED
+            for group in self._groups_of(samples)
+            for sample in group
         )
-        self._groups[event.group_id] = group
-        self.num_groups += 1
-        self._last_order_idx = event.order_idx
-        for sample in group.samples:
-            self._samples[sample.uid] = sample
-            self._runs.admit(sample.uid, next(iter(self._samples)))
-        self.next_uid += len(group.samples)
-        self.counts[SampleState.PENDING] += len(group.samples)
+        if whole != len(samples):
+            raise LedgerError(
+                f"step {event.step + 1}: {len(samples)} samples were leased from groups that have "
+                f"{whole}: groups must be leased whole"
+            )
 
-    def _cut(self, samples: Sequence[SampleAccount]) -> None:
-        self._move_all(samples, SampleState.PARTIAL)
-        self.totals.interruptions += len(samples)
-        for sample in samples:
-            sample.num_interruptions += 1
-
-    def _append(self, event: Tokens) -> None:
-        if not self._runs.add(event, self.versions):
-            self._check_runs(event)
-            self._runs.put(event)
-        if self._runs.num_tokens > MAX_TOKENS:
-            self._distribute()
-        num_given = int(event.lengths[event.versions == GIVEN].sum())
-        self.totals.generated_tokens += len(event.tokens) - num_given
-        self.totals.given_tokens += num_given
-
-    def _distribute(self) -> None:
-        for uid, version, tokens, logprobs in self._runs.take():
-            sample = self._samples.get(uid)
-            if sample is None:
-                continue  # it was folded
-            is_kept = self.versions.get(version, 0) <= self._last_kept_step
-            if sample.is_released or not is_kept or not sample.has_tokens:
-                sample.count(len(tokens), version)
-            else:
-                sample.append(tokens, logprobs, version)
+    def _check_version(self, event: Checkpoint | Restored) -> None:
+        known = self.versions.get(event.version, event.step)
+        if known > event.step:
+            raise LedgerError(
+                f"a checkpoint after {event.step} steps has version {event.version}, which was "
+                f"announced after {known} steps"
+            )
 
     def _check_runs(self, event: Tokens) -> None:
         """Raises LedgerError, unless samples occur twice and each run may follow the one before."""
-        self._distribute()
+        self.flush()
         uids, starts = event.uids.tolist(), event.starts.tolist()
         bounds, versions = event.offsets.tolist(), event.versions.tolist()
         lengths: dict[int, int] = {}
@@ -313,180 +337,54 @@ class LedgerState:
                 raise LedgerError(f"{sample.sample_id}: tokens have the unknown version {version}")
             lengths[uid] = length + end - begin
 
-    def _replace_prompt(self, event: PromptGiven) -> None:
-        self._distribute()
-        sample = self._find_one(event, event.uid, _OPEN)
-        if sample.num_tokens:
-            raise LedgerError(
-                f"{sample.sample_id}: the prompt was replaced after {sample.num_tokens} tokens"
-            )
-        sample.prompt = event.tokens
+    def _extend(self, runs: JoinedRuns) -> None:
+        tokens, logprobs = runs.contents()
+        start = 0
+        for uid, num_tokens, version in runs:
+            stop = start + num_tokens
+            sample = self.live.get(uid) or self.ended.get(uid)
+            if sample is not None:  # else it was folded
+                if self.versions.get(version, 0) <= self._last_kept_step:
+                    sample.put(tokens[start:stop], logprobs[start:stop])
+                sample.extend(num_tokens, version)
+            start = stop
 
-    def _reset(self, sample: SampleAccount) -> None:
-        self._distribute()
-        self.totals.resets += 1
-        self.totals.reset_tokens += sample.num_tokens
-        sample.num_resets += 1
-        sample.num_reset_tokens += sample.num_tokens
-        self._truncate(sample, 0)
-        sample.prompt = None
-        self._move(sample, SampleState.PENDING)
+    def _hold(self, group: Sequence[SampleAccount]) -> None:
+        self._groups[group[0].group.group_id] = group
+        oldest_uid = next(iter(self._groups.values()))[0].uid
+        for sample in group:
+            self._columns.admit(sample.uid, oldest_uid)
 
-    def _record(self, event: Recorded) -> None:
-        sample = self._find_one(event, event.uid, _OPEN)
-        if event.key in sample.recorded:
-            raise LedgerError(f"{sample.sample_id}: {event.key!r} is recorded twice")
-        sample.recorded[event.key] = event.value
-
-    def _finish(self, event: Finished) -> None:
-        samples = self._find(event, event.uids, _OPEN)
-        self._move_all(samples, SampleState.FINISHED)
-        for sample, reason in zip(samples, event.reasons, strict=True):
-            sample.finish_reason = reason
-
-    def _keep_parts(self, event: RewardParts) -> None:
-        samples = self._find(event, event.uids, _FINISHED)
-        rows = event.values.reshape(len(samples), len(event.names)).tolist()
-        for sample, values in zip(samples, rows, strict=True):
-            sample.reward_parts = dict(zip(event.names, values, strict=True))
-
-    def _keep_teacher_logprobs(self, event: TeacherLogprobs) -> None:
-        sample = self._find_one(event, event.uid, _FINISHED | _SCORED)
-        sample.teacher_logprobs = event.logprobs.copy()  # not a view of a whole frame
-
-    def _score(self, event: Scored) -> None:
-        samples = self._find(event, event.uids, _FINISHED)
-        self._move_all(samples, SampleState.SCORED)
-        for sample, reward in zip(samples, event.rewards.tolist(), strict=True):
-            sample.reward = reward
-
-    def _lease(self, event: Leased) -> None:
-        samples = self._find(event, event.uids, _SCORED)
-        if event.step < self.steps_done:
-            raise LedgerError(
-                f"samples are leased for step {event.step + 1}, but {self.steps_done} steps are "
-                "done"
-            )
-        whole = sum(
-            sample.state is not SampleState.DROPPED
-            for group in {sample.group for sample in samples}
-            for sample in group.samples
-        )
-        if whole != len(samples):
-            raise LedgerError(
-                f"step {event.step + 1}: {len(samples)} samples were leased from groups that have "
-                f"{whole}: groups must be leased whole"
-            )
-        self._move_all(samples, SampleState.LEASED)
-        for sample in samples:
-            sample.step = event.step
-        self._leased.setdefault(event.step, []).extend(samples)
-
-    def _drop(self, samples: Sequence[SampleAccount], reason: str) -> None:
-        self._move_all(samples, SampleState.DROPPED)
-        self.drop_reasons[reason] += len(samples)
-        for sample in samples:
-            sample.drop_reason = reason
-            sample.release()
-        self._fold({sample.group for sample in samples})
-
-    def _cover(self, event: Checkpoint) -> None:
-        self._check_version(event.step, event.version)
-        if event.step < self.covered_step:
-            raise LedgerError(
-                f"a checkpoint after {event.step} steps follows one after {self.covered_step}"
-            )
-        self._advance(event.step)
-        self._settle(event.step)
-
-    def _restore(self, event: Restored) -> None:
-        self._check_version(event.step, event.version)
-        if event.step < self._released_step:
-            raise LedgerError(
-                f"the job goes back to the checkpoint after {event.step} steps, but tokens trained "
-                f"on up to step {self._released_step} were released: replay the ledger with "
-                f"restoring_step={event.step}"
-            )
-        if self._restores and self._restores.popleft() != event.step:
-            raise LedgerError(f"`restores` does not list the return to step {event.step}")
-        if not self.versions or event.version > max(self.versions):
-            self.versions[event.version] = event.step  # it was not announced before the crash
-        self.totals.restores += 1
-        self.evaluation = None
-        for step in [step for step in self._leased if step >= event.step]:
-            samples = self._leased.pop(step)
-            self._move_all(samples, SampleState.SCORED)
-            for sample in samples:
-                sample.step = None
-        self.steps_done = self.covered_step = min(self.steps_done, event.step)
-        self._advance(event.step)
-        self._distribute()
-        newer = {version for version, step in self.versions.items() if step > event.step}
-        for sample in self._samples.values():
-            if sample.state in _UNLEASED:
-                self._roll_back(sample, sample.first_of(newer))
-        self._settle(event.step)
-
-    def _roll_back(self, sample: SampleAccount, num_tokens: int) -> None:
-        if num_tokens == sample.num_tokens:
-            return
-        num_lost = sample.num_tokens - num_tokens
-        self.totals.rolled_back_tokens += num_lost
-        sample.num_rolled_back += num_lost
-        self._truncate(sample, num_tokens)
-        sample.reward = None
-        sample.reward_parts = {}
-        sample.teacher_logprobs = None
-        sample.finish_reason = ""
-        self._move(sample, SampleState.PARTIAL if num_tokens else SampleState.PENDING)
-
-    def _truncate(self, sample: SampleAccount, num_tokens: int) -> None:
-        sample.truncate(num_tokens)
-        self._runs.observe(sample.uid, sample.state, num_tokens)
-
-    def _check_version(self, step: int, version: int) -> None:
-        known = self.versions.get(version, step)
-        if known > step:
-            raise LedgerError(
-                f"a checkpoint after {step} steps has version {version}, which was announced after "
-                f"{known} steps"
-            )
-
-    def _advance(self, steps_done: int) -> None:
-        for step, samples in self._leased.items():
-            if self.steps_done <= step < steps_done:
-                self._move_all(samples, SampleState.TRAINED)
-        self.steps_done = max(self.steps_done, steps_done)
-
-    def _settle(self, covered_step: int) -> None:
-        """Releases samples that were trained before `covered_step` and will not be needed."""
-        self.covered_step = covered_step
-        limit = min([covered_step, *self._restores])
+    def _settle(self) -> None:
+        """Releases samples that were trained before the newest checkpoint and will not be needed
+        by a return to an earlier one."""
+        limit = min([self.covered_step, *self._restores])
         self._released_step = max(self._released_step, limit)
-        touched: set[GroupAccount] = set()
-        for step in [step for step in self._leased if step < limit]:
-            for sample in self._leased.pop(step):
-                sample.release()
-                touched.add(sample.group)
-        self._fold(touched)
+        ended = self.ended.values()
+        self._release([held for held in ended if held.step is not None and held.step < limit])
 
-    def _fold(self, groups: Iterable[GroupAccount]) -> None:
-        for group in sorted(groups, key=lambda group: group.first_uid):
-            if group.is_settled:
-                del self._groups[group.group_id]
-                for sample in group.samples:
-                    del self._samples[sample.uid]
+    def _release(self, samples: Sequence[SampleAccount]) -> None:
+        """Frees contents, and folds groups to which nothing can happen any more."""
+        for sample in samples:
+            sample.release()
+        for group in self._groups_of(samples):
+            if all(sample.is_released for sample in group):
+                del self._groups[group[0].group.group_id]
+                for sample in group:
+                    del self.ended[sample.uid]
 
-    def _find(
-        self, event: Event, uids: Uids, allowed: frozenset[SampleState]
-    ) -> list[SampleAccount]:
-        found = [self._find_one(event, uid, allowed) for uid in uids.tolist()]
-        if len(set(found)) != len(found):
+    def _groups_of(self, samples: Sequence[SampleAccount]) -> list[Sequence[SampleAccount]]:
+        return [self._groups[name] for name in {sample.group.group_id for sample in samples}]
+
+    def _find_in(self, event: Event, uids: Sequence[int]) -> list[SampleAccount]:
+        allowed = _ALLOWED.get(type(event), frozenset())
+        found = [self._find_one(event, uid, allowed) for uid in uids]
+        if len(set(uids)) != len(uids):
             raise LedgerError(f"{type(event).__name__}: a sample occurs twice")
         return found
 
     def _find_one(self, event: Event, uid: int, allowed: frozenset[SampleState]) -> SampleAccount:
-        sample = self._samples.get(uid)
+        sample = self.live.get(uid) or self.ended.get(uid)
         if sample is None:
             problem = "was settled before" if 0 <= uid < self.next_uid else "was never admitted"
             raise LedgerError(f"{type(event).__name__}: uid {uid} {problem}")
@@ -497,12 +395,12 @@ class LedgerState:
             )
         return sample
 
-    def _move_all(self, samples: Iterable[SampleAccount], state: SampleState) -> None:
-        for sample in samples:
-            self._move(sample, state)
 
-    def _move(self, sample: SampleAccount, state: SampleState) -> None:
-        self.counts[sample.state] -= 1
-        self.counts[state] += 1
-        sample.state = state
-        self._runs.observe(sample.uid, state)
+def _uids_of(event: Event) -> Sequence[int]:
+    match event:
+        case Started() | Cut() | Finished() | RewardParts() | Scored() | Leased() | Dropped():
+            return event.uids.tolist()
+        case PromptGiven() | Reset() | Recorded() | TeacherLogprobs():
+            return [event.uid]
+        case _:
+            return []

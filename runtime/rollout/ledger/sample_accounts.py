@@ -1,4 +1,4 @@
-"""The ledger's state of one sample and of one group, and the contents of chosen samples.
+"""The ledger's facts of one sample, and its contents.
 
 PENDING -> RUNNING -> FINISHED -> SCORED -> LEASED -> TRAINED
    ^         |  ^                   |         |
@@ -9,48 +9,23 @@ any but the last two -> DROPPED
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from itertools import pairwise
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from umbra.runtime.rollout.dispatch.token_store import Segment
-from umbra.runtime.rollout.ledger.ledger_events import (
-    GIVEN,
-    Event,
-    PromptGiven,
-    Recorded,
-    Reset,
-    TeacherLogprobs,
-    Tokens,
-)
+from umbra.runtime.rollout.ledger.ledger_events import GIVEN
 
 T = TypeVar("T", bound=np.generic)
 
 _INITIAL_CAPACITY: Final = 32
 _NO_TOKENS: Final = np.empty(0, np.int32)
 _NO_LOGPROBS: Final = np.empty(0, np.float32)
-_OF_GROUP: Final = ("first_uid", "group_id", "prompt_id", "epoch", "order_idx")
-_STORED: Final = (
-    "finish_reason",
-    "drop_reason",
-    "reward",
-    "reward_parts",
-    "step",
-    "recorded",
-    "num_interruptions",
-    "num_resets",
-    "num_reset_tokens",
-    "num_rolled_back",
-    "num_tokens",
-    "is_released",
-    "_run_starts",
-    "_run_versions",
-)
 
 
 class SampleState(StrEnum):
@@ -79,70 +54,140 @@ _WORDS: Final = {
     SampleState.DROPPED: "dropped",
 }
 
-_DONE: Final = frozenset({SampleState.TRAINED, SampleState.DROPPED})
+
+class GroupRow(NamedTuple):
+    """Facts that one prompt's samples have in common; fields as in `Admitted`."""
+
+    first_uid: int
+    group_id: str
+    prompt_id: str
+    epoch: int
+    order_idx: int
 
 
-class SampleAccount:
-    """One sample. Only `LedgerState` changes it."""
+@dataclass(slots=True, eq=False)
+class SampleRow:
+    """One sample."""
 
-    __slots__ = (
-        "_logprobs",
-        "_run_starts",
-        "_run_versions",
-        "_tokens",
-        "drop_reason",
-        "finish_reason",
-        "group",
-        "is_released",
-        "num_interruptions",
-        "num_reset_tokens",
-        "num_resets",
-        "num_rolled_back",
-        "num_tokens",
-        "prompt",
-        "recorded",
-        "reward",
-        "reward_parts",
-        "state",
-        "step",
-        "teacher_logprobs",
-        "uid",
-    )
-
-    def __init__(self, uid: int, group: GroupAccount) -> None:
-        self.uid = uid
-        self.group = group
-        self.state = SampleState.PENDING
-        self.finish_reason = ""
-        self.drop_reason = ""
-        self.reward: float | None = None
-        self.reward_parts: dict[str, float] = {}  # NaN where one does not apply
-        self.teacher_logprobs: NDArray[np.float32] | None = None  # [num_tokens]
-        self.step: int | None = None  # from 0, that it was leased for or trained in
-        self.prompt: NDArray[np.int32] | None = None  # the agent loop's, if it has one
-        self.recorded: dict[str, Any] = {}  # values of `ctx.once`; they survive resets
-        self.num_interruptions = 0
-        self.num_resets = 0
-        self.num_reset_tokens = 0  # tokens discarded by agent loops that started over
-        self.num_rolled_back = 0  # tokens cut off by restored checkpoints
-        self.num_tokens = 0
-        self.is_released = False  # tokens are gone: it was dropped, or trained for good
-        self._tokens = _NO_TOKENS
-        self._logprobs = _NO_LOGPROBS
-        self._run_starts: list[int] = []
-        self._run_versions: list[int] = []
-
-    @property
-    def sample_idx(self) -> int:
-        return self.uid - self.group.first_uid
+    group: GroupRow
+    uid: int
+    seed: int
+    begin: int  # byte of the ledger, over all its parts, where the frame with the admission begins
+    state: SampleState = SampleState.PENDING
+    finished: int | None = None  # byte after the frame that finished it; None if it is not finished
+    end: int | None = None  # byte after the frame that trained or dropped it
+    finish_reason: str = ""
+    drop_reason: str = ""
+    drop_cause: str = ""
+    reward: float | None = None
+    reward_parts: dict[str, float] = field(default_factory=dict[str, float])  # NaN: does not apply
+    step: int | None = None  # from 0, that it was leased for or trained in
+    num_tokens: int = 0
+    interruptions: int = 0
+    resets: int = 0
+    rolled_back: int = 0
+    segments: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
 
     @property
     def sample_id(self) -> str:
-        return f"{self.group.group_id}/{self.sample_idx}"
+        return f"{self.group.group_id}/{self.uid - self.group.first_uid}"
 
-    @property
-    def seed(self) -> int:
-        return int(self.group.seeds[self.sample_idx])
+    def runs(self) -> list[Segment]:
+        """The completion as runs of equal version, in order."""
+        stops = [*(start for start, _ in self.segments[1:]), self.num_tokens]
+        return [
+            Segment(start, stop, version)
+            for (start, version), stop in zip(self.segments, stops, strict=False)
+        ]
+
+    def facts(self) -> dict[str, Any]:
+        """Plain data for people. The step is counted from 1, as in metrics.jsonl."""
+        return {
+            "uid": self.uid,
+            "sample_id": self.sample_id,
+            "group_id": self.group.group_id,
+            "prompt_id": self.group.prompt_id,
+            "epoch": self.group.epoch,
+            "place": self.group.order_idx,
+            "seed": self.seed,
+            "state": str(self.state),
+            "finish_reason": self.finish_reason,
+            "reward": self.reward,
+            "reward_parts": {
+                name: None if math.isnan(value) else value
+                for name, value in self.reward_parts.items()
+            },
+            "step": None if self.step is None else self.step + 1,
+            "drop_reason": self.drop_reason,
+            "drop_detail": ": ".join(filter(None, (self.drop_reason, self.drop_cause))),
+            "num_tokens": self.num_tokens,
+            "interruptions": self.interruptions,
+            "resets": self.resets,
+            "rolled_back_tokens": self.rolled_back,
+        }
+
+    def extend(self, num_tokens: int, version: int) -> None:
+        """Counts more tokens, all of one version."""
+        if not self.segments or self.segments[-1][1] != version:
+            self.segments.append((self.num_tokens, version))
+        self.num_tokens += num_tokens
+
+    def truncate(self, num_tokens: int) -> None:
+        self.segments = [run for run in self.segments if run[0] < num_tokens]
+        self.num_tokens = num_tokens
+
+    def first_of(self, versions: Set[int]) -> int:
+        """Index of the first token of one of these versions; `num_tokens` if there is none."""
+        return next((start for start, of in self.segments if of in versions), self.num_tokens)
+
+
+_COLUMNS: Final = tuple(column.name for column in fields(SampleRow))[1:]
+
+
+def rows_to_wire(rows: Iterable[SampleRow]) -> list[Any]:
+    held = list(rows)
+    groups = {row.group.first_uid: row.group for row in held}
+    of_group = [row.group.first_uid for row in held]
+    return [list(groups.values()), of_group, *([getattr(r, c) for r in held] for c in _COLUMNS)]
+
+
+def rows_from_wire(wire: list[Any]) -> list[SampleRow]:
+    groups = {first_uid: GroupRow(first_uid, *rest) for first_uid, *rest in wire[0]}
+    rows = [SampleRow(groups[of], *values) for of, *values in zip(*wire[1:], strict=True)]
+    for row in rows:
+        row.state = SampleState(row.state)
+        row.segments = [(start, version) for start, version in row.segments]
+    return rows
+
+
+_STORED: Final = (
+    "finish_reason",
+    "drop_reason",
+    "reward",
+    "reward_parts",
+    "step",
+    "recorded",
+    "interruptions",
+    "resets",
+    "reset_tokens",
+    "rolled_back",
+    "num_tokens",
+    "is_released",
+)
+
+
+@dataclass(slots=True, eq=False)
+class SampleAccount(SampleRow):
+    """A sample with its contents; the bytes of the ledger are not known. Only `LedgerState` changes
+    it."""
+
+    prompt: NDArray[np.int32] | None = None  # the agent loop's, if it has one
+    recorded: dict[str, Any] = field(default_factory=dict[str, Any])  # they survive resets
+    teacher_logprobs: NDArray[np.float32] | None = None  # [num_tokens]
+    reset_tokens: int = 0  # discarded by agent loops that started over
+    is_released: bool = False  # contents are gone: it was dropped, or trained for good
+    _tokens: NDArray[np.int32] = field(default_factory=lambda: _NO_TOKENS)
+    _logprobs: NDArray[np.float32] = field(default_factory=lambda: _NO_LOGPROBS)
 
     @property
     def tokens(self) -> NDArray[np.int32]:
@@ -155,72 +200,43 @@ class SampleAccount:
         return self._logprobs[: self.num_tokens]
 
     @property
-    def has_tokens(self) -> bool:
-        return len(self._tokens) >= self.num_tokens
-
-    @property
     def versions(self) -> NDArray[np.int64]:
         """[num_tokens] the version of each token, GIVEN if not generated."""
-        bounds = [*self._run_starts, self.num_tokens]
-        return np.repeat(np.asarray(self._run_versions, np.int64), np.diff(bounds))
+        lengths = [run.stop - run.start for run in self.runs()]
+        return np.repeat(np.asarray([version for _, version in self.segments], np.int64), lengths)
 
     @property
     def num_generated(self) -> int:
-        return sum(run.stop - run.start for run in self.segments() if run.version != GIVEN)
+        return sum(run.stop - run.start for run in self.runs() if run.version != GIVEN)
 
-    def segments(self) -> list[Segment]:
-        """The completion as runs of equal version, in order; available after `release`, too."""
-        bounds = pairwise([*self._run_starts, self.num_tokens])
-        return [
-            Segment(start, stop, version)
-            for (start, stop), version in zip(bounds, self._run_versions, strict=True)
-        ]
-
-    def append(
-        self, tokens: NDArray[np.int32], logprobs: NDArray[np.float32], version: int
-    ) -> None:
-        """Adds a copy of a run of tokens."""
+    def put(self, tokens: NDArray[np.int32], logprobs: NDArray[np.float32]) -> None:
+        """Copies tokens behind the completion; `extend` must count them. Without effect if
+        earlier ones are missing."""
         start, stop = self.num_tokens, self.num_tokens + len(tokens)
+        if self.is_released or len(self._tokens) < start:
+            return
         if stop > len(self._tokens):
             capacity = max(stop, 2 * len(self._tokens), _INITIAL_CAPACITY)
             self._tokens = _resized(self._tokens, start, capacity)
             self._logprobs = _resized(self._logprobs, start, capacity)
         self._tokens[start:stop] = tokens
         self._logprobs[start:stop] = logprobs
-        self.count(len(tokens), version)
-
-    def count(self, num_tokens: int, version: int) -> None:
-        if not self._run_versions or self._run_versions[-1] != version:
-            self._run_starts.append(self.num_tokens)
-            self._run_versions.append(version)
-        self.num_tokens += num_tokens
-
-    def truncate(self, num_tokens: int) -> None:
-        while self._run_starts and self._run_starts[-1] >= num_tokens:
-            self._run_starts.pop()
-            self._run_versions.pop()
-        self.num_tokens = num_tokens
-
-    def first_of(self, versions: set[int]) -> int:
-        """Index of the first token of one of these versions; `num_tokens` if there is none."""
-        for start, version in zip(self._run_starts, self._run_versions, strict=True):
-            if version in versions:
-                return start
-        return self.num_tokens
 
     def to_wire(self) -> list[Any]:
-        """Plain data; uid and group are known from the order."""
+        """Plain data; uid, seed and group are known from the order."""
         values = [getattr(self, name) for name in _STORED]
+        segments = [[run[k] for run in self.segments] for k in (0, 1)]
         arrays = [
             None if array is None else array.tobytes()
             for array in (self.prompt, self.teacher_logprobs, self.tokens, self.logprobs)
         ]
-        return [*values, str(self.state), *arrays]
+        return [*values, *segments, str(self.state), *arrays]
 
     def fill(self, stored: Sequence[Any]) -> None:
-        *values, state, prompt, teacher, tokens, logprobs = stored
+        *values, starts, versions, state, prompt, teacher, tokens, logprobs = stored
         for name, value in zip(_STORED, values, strict=True):
             setattr(self, name, value)
+        self.segments = list(zip(starts, versions, strict=True))
         self.state = SampleState(state)
         self.prompt = None if prompt is None else np.frombuffer(prompt, np.int32)
         self.teacher_logprobs = None if teacher is None else np.frombuffer(teacher, np.float32)
@@ -235,50 +251,6 @@ class SampleAccount:
         self.prompt = None
         self.teacher_logprobs = None
         self.recorded = {}
-
-
-class GroupAccount:
-    __slots__ = ("epoch", "first_uid", "group_id", "order_idx", "prompt_id", "samples", "seeds")
-
-    def __init__(
-        self,
-        *,
-        first_uid: int,
-        group_id: str,
-        prompt_id: str,
-        epoch: int,
-        order_idx: int,
-        seeds: NDArray[np.int64],
-    ) -> None:
-        self.first_uid = first_uid
-        self.group_id = group_id
-        self.prompt_id = prompt_id
-        self.epoch = epoch
-        self.order_idx = order_idx
-        self.seeds = seeds  # [G]
-        self.samples: Sequence[SampleAccount] = tuple(
-            SampleAccount(first_uid + k, self) for k in range(len(seeds))
-        )
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether nothing can happen to it any more."""
-        return all(sample.is_released for sample in self.samples)
-
-    @property
-    def is_done(self) -> bool:
-        """Whether nothing can happen to it any more, unless the job goes back to a checkpoint."""
-        return all(sample.state in _DONE for sample in self.samples)
-
-    def to_wire(self) -> list[Any]:
-        """Plain data, without its samples."""
-        return [getattr(self, name) for name in _OF_GROUP] + [self.seeds.tolist()]
-
-    @classmethod
-    def from_wire(cls, stored: Sequence[Any]) -> GroupAccount:
-        *values, seeds = stored
-        named = dict(zip(_OF_GROUP, values, strict=True))
-        return cls(seeds=np.asarray(seeds, np.int64), **named)
 
 
 @dataclass(slots=True)
@@ -298,83 +270,3 @@ def _resized(array: NDArray[T], length: int, capacity: int) -> NDArray[T]:
     larger = np.empty(capacity, array.dtype)
     larger[:length] = array[:length]
     return larger
-
-
-class SampleContent:
-    """One sample's completion, the prompt of its agent loop if that replaced the data set's, and
-    the loop's records, which survive resets.
-
-    `LedgerState` drops the tokens of samples that can no longer change. Here they are read again,
-    for a few samples only, so that memory does not grow with the ledger. `logprobs` are None for
-    samples whose part of the log was removed.
-    """
-
-    def __init__(self) -> None:
-        self.prompt: NDArray[np.int32] | None = None
-        self.recorded: dict[str, Any] = {}
-        self.tokens: NDArray[np.int32] = _NO_TOKENS
-        self.logprobs: NDArray[np.float32] | None = None
-        self.teacher_logprobs: NDArray[np.float32] | None = None  # None without a teacher, too
-
-
-def read_contents(
-    events: Iterable[Event], num_tokens: Mapping[int, int]
-) -> dict[int, SampleContent]:
-    """The contents of samples at the end of a history that `LedgerState` accepts. `num_tokens` has
-    the final number of tokens of each wanted sample, by uid: a rollback or reset after a sample's
-    last tokens is known only from it."""
-    contents = {uid: SampleContent() for uid in num_tokens}
-    completions = _Completions(num_tokens)
-    for event in events:
-        match event:
-            case Tokens():
-                completions.put(event)
-            case PromptGiven(uid=uid) if uid in contents:
-                contents[uid].prompt = event.tokens.copy()  # not a view of a whole frame
-            case Reset(uid=uid) if uid in contents:
-                contents[uid].prompt = None
-            case Recorded(uid=uid) if uid in contents:
-                contents[uid].recorded[event.key] = event.value
-            case TeacherLogprobs(uid=uid) if uid in contents:
-                contents[uid].teacher_logprobs = event.logprobs.copy()
-            case _:
-                pass
-    for uid, tokens, logprobs in completions.items():
-        contents[uid].tokens, contents[uid].logprobs = tokens, logprobs
-    return contents
-
-
-class _Completions:
-    """The completions of W samples, one behind the other."""
-
-    def __init__(self, num_tokens: Mapping[int, int]) -> None:
-        uids = sorted(num_tokens)
-        self._uids = np.asarray(uids, np.int64)  # [W]
-        self._lengths = np.asarray([num_tokens[uid] for uid in uids], np.int64)
-        self._ends = np.cumsum(self._lengths)
-        self._tokens = np.zeros(self._lengths.sum(), np.int32)
-        self._logprobs = np.zeros(len(self._tokens), np.float32)
-
-    def put(self, event: Tokens) -> None:
-        """A start before the end follows a rollback or a reset: later runs replace earlier ones."""
-        if not len(self._uids):
-            return
-        slots = np.searchsorted(self._uids, event.uids)
-        runs = np.flatnonzero(self._uids.take(slots, mode="clip") == event.uids)
-        slots = slots[runs]
-        starts, offsets = event.starts[runs], event.offsets[runs]
-        room = (self._lengths[slots] - starts).clip(min=0)
-        lengths = np.minimum(event.offsets[runs + 1] - offsets, room)
-        ends = np.cumsum(lengths)
-        shifts: NDArray[np.int64] = np.repeat(lengths - ends, lengths)
-        at = shifts + np.arange(len(shifts))  # of each token in its run
-        targets = self._ends[slots] - room  # where a run begins, unless it has no room
-        sources = np.repeat(offsets, lengths) + at
-        at += np.repeat(targets, lengths)
-        self._tokens[at], self._logprobs[at] = event.tokens[sources], event.logprobs[sources]
-
-    def items(self) -> Iterator[tuple[int, NDArray[np.int32], NDArray[np.float32]]]:
-        columns = (self._uids.tolist(), self._lengths.tolist(), self._ends.tolist())
-        for uid, length, end in zip(*columns, strict=True):
-            own = slice(end - length, end)
-            yield uid, self._tokens[own], self._logprobs[own]

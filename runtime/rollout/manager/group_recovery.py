@@ -1,14 +1,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from umbra.runtime.errors import LedgerError
 from umbra.runtime.rollout.dispatch.trajectory import Group, Trajectory
 from umbra.runtime.rollout.ledger.ledger_state import LedgerState
-from umbra.runtime.rollout.ledger.sample_accounts import GroupAccount, SampleAccount, SampleState
+from umbra.runtime.rollout.ledger.sample_accounts import SampleAccount, SampleState
 
 
 @dataclass(slots=True)
@@ -52,13 +52,14 @@ def recover_groups(
             {reason: count // group_size for reason, count in state.drop_reasons.items()}
         ),
     )
-    for account in state.groups():
-        states = {sample.state for sample in account.samples}
+    for accounts in state.groups():
+        states = {account.state for account in accounts}
         if states <= {SampleState.TRAINED, SampleState.DROPPED}:
             continue
-        group = make_group(account.order_idx)
-        _check(group, account)
-        for sample, held in zip(group.trajectories, account.samples, strict=True):
+        order_idx = accounts[0].group.order_idx
+        group = make_group(order_idx)
+        _check(group, accounts)
+        for sample, held in zip(group.trajectories, accounts, strict=True):
             _fill(sample, held)
             _check_parts(sample, group)
             if has_teacher:
@@ -66,13 +67,13 @@ def recover_groups(
             if not sample.is_finished:
                 recovered.records[sample] = held.recorded
         if SampleState.LEASED in states:
-            step = account.samples[0].step
+            step = accounts[0].step
             assert step is not None
             recovered.leases.setdefault(step, []).append(group)
         elif states == {SampleState.SCORED} and not (has_teacher and _lacks_teacher(group)):
-            recovered.ready[account.order_idx] = group
+            recovered.ready[order_idx] = group
         else:
-            recovered.open[account.order_idx] = group
+            recovered.open[order_idx] = group
     return recovered
 
 
@@ -80,12 +81,12 @@ def _lacks_teacher(group: Group) -> bool:
     return any(sample.teacher_logprobs is None for sample in group.trajectories)
 
 
-def _check(group: Group, account: GroupAccount) -> None:
-    seeds = [sample.seed for sample in group.trajectories]
-    if group.group_id != account.group_id or seeds != account.seeds.tolist():
+def _check(group: Group, accounts: Sequence[SampleAccount]) -> None:
+    seeds, held = [sample.seed for sample in group.trajectories], accounts[0].group
+    if group.group_id != held.group_id or seeds != [account.seed for account in accounts]:
         raise LedgerError(
-            f"index {account.order_idx} in the data is {group.group_id} with {len(seeds)} "
-            f"samples, but the ledger has {account.group_id} with {len(account.seeds)} there: the "
+            f"index {held.order_idx} in the data is {group.group_id} with {len(seeds)} "
+            f"samples, but the ledger has {held.group_id} with {len(accounts)} there: the "
             "data set, train.seed, data.shuffle or rollout.group_size was changed; change it back, "
             "or begin a new run in another run.dir"
         )
@@ -104,13 +105,13 @@ def _check_parts(sample: Trajectory, group: Group) -> None:
 
 def _fill(sample: Trajectory, held: SampleAccount) -> None:
     sample.uid = held.uid
-    sample.num_interruptions = held.num_interruptions
+    sample.num_interruptions = held.interruptions
     if held.prompt is not None:
         sample.extend_context(held.prompt)
     # The budget may have been lowered since: the tokens stay, and the completion ends there.
     sample.budget = max(sample.budget, held.num_generated)
     sample.max_context_len = max(sample.max_context_len, len(sample) + held.num_tokens)
-    sample.append_runs(held.segments(), held.tokens, held.logprobs)
+    sample.append_runs(held.runs(), held.tokens, held.logprobs)
     if held.state in (SampleState.FINISHED, SampleState.SCORED, SampleState.LEASED):
         sample.finish(held.finish_reason)
         sample.reward, sample.reward_parts = held.reward, held.reward_parts

@@ -88,7 +88,7 @@ class Account:
 
     def observe_ledger(self, ledger: LedgerState) -> None:
         """Checks the ledger at the end, when no checkpoint has folded anything."""
-        accounts = {held.sample_id: held for group in ledger.groups() for held in group.samples}
+        accounts = {held.sample_id: held for group in ledger.groups() for held in group}
         for step in range(self._plan.num_updates):
             for sample_id, sample in self._oracle.batch(step).items():
                 flaw = _flaw_in_ledger(accounts.get(sample_id), sample, step)

@@ -100,6 +100,6 @@ def account_of(sample: Any) -> dict[str, Any]:
         "step": sample.step,
         "finish_reason": sample.finish_reason,
         "recorded": dict(sample.recorded),
-        "interruptions": sample.num_interruptions,
-        "rolled_back": sample.num_rolled_back,
+        "interruptions": sample.interruptions,
+        "rolled_back": sample.rolled_back,
     }

@@ -36,8 +36,7 @@ from umbra.runtime.rollout.ledger.ledger_events import (
 from umbra.runtime.rollout.ledger.ledger_history import Position, read_history
 from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
 from umbra.runtime.rollout.ledger.ledger_log import LedgerLog
-from umbra.runtime.rollout.ledger.sample_accounts import SampleState
-from umbra.runtime.rollout.ledger.sample_table import SampleRow
+from umbra.runtime.rollout.ledger.sample_accounts import SampleRow, SampleState
 
 
 class IndexedLedgers(Ledgers):

@@ -37,7 +37,8 @@ from umbra.runtime.rollout.ledger.ledger_events import (
 )
 from umbra.runtime.rollout.ledger.ledger_history import BEGIN, Entry
 from umbra.runtime.rollout.ledger.ledger_state import LedgerState
-from umbra.runtime.rollout.ledger.sample_accounts import SampleState, read_contents
+from umbra.runtime.rollout.ledger.sample_accounts import SampleState
+from umbra.runtime.rollout.ledger.sample_contents import read_contents
 
 
 def entries_of(events: Sequence[Event]) -> list[Entry]:
@@ -87,9 +88,9 @@ def test_a_restored_checkpoint_reverts_later_leases_and_cuts_newer_tokens() -> N
 
     assert state.steps_done == 1
     b, c, d = state.sample(2), state.sample(4), state.sample(6)
-    assert (b.state, b.step, b.reward, b.num_rolled_back) == (SampleState.SCORED, None, 1.0, 0)
+    assert (b.state, b.step, b.reward, b.rolled_back) == (SampleState.SCORED, None, 1.0, 0)
     assert (c.state, c.reward, c.num_tokens) == (SampleState.PENDING, None, 0)
-    assert (d.state, d.tokens.tolist(), d.num_rolled_back) == (SampleState.PARTIAL, [1, 2, 3], 3)
+    assert (d.state, d.tokens.tolist(), d.rolled_back) == (SampleState.PARTIAL, [1, 2, 3], 3)
     assert (state.totals.generated_tokens, state.totals.given_tokens) == (3 * 5 + 4, 2)
     assert state.totals.rolled_back_tokens == 3 + 2 + 3
     assert state.sample(7).state is SampleState.RUNNING
@@ -170,7 +171,7 @@ def test_what_ctx_once_recorded_survives_a_reset() -> None:
     sample = state.sample(0)
     assert (sample.state, sample.num_tokens, sample.prompt) == (SampleState.PENDING, 0, None)
     assert sample.recorded == {"tool": [1]}
-    assert (sample.num_resets, sample.num_reset_tokens) == (1, 2)
+    assert (sample.resets, sample.reset_tokens) == (1, 2)
     assert (state.totals.resets, state.totals.reset_tokens) == (1, 2)
 
 
@@ -443,7 +444,7 @@ class Ledgers(RuleBasedStateMachine):
             assert found["interruptions"] == sample["cuts"]
             assert found["rolled_back"] == sample["rolled_back"]
             assert found["reward"] == sample["reward"]
-            assert all(run.stop > run.start for run in self.state.sample(uid).segments())
+            assert all(run.stop > run.start for run in self.state.sample(uid).runs())
         assert {str(state): count for state, count in (+self.state.counts).items()} == expected
         num_cuts = sum(sample["cuts"] for sample in self.model.values())
         assert self.state.totals.interruptions == num_cuts

@@ -17,7 +17,7 @@ from umbra.runtime.rollout.ledger.ledger_events import (
     Reset,
     TeacherLogprobs,
 )
-from umbra.runtime.rollout.ledger.sample_accounts import read_contents
+from umbra.runtime.rollout.ledger.sample_contents import read_contents
 
 UIDS = range(4)
 MOVES = st.sampled_from(["run", "run", "runs", "roll_back", "reset", "prompt", "record", "teacher"])

@@ -16,13 +16,13 @@ _HAS_REWARD = (SampleState.SCORED, SampleState.LEASED)
 def check_accounts(state: LedgerState, life: Life) -> None:
     """Every group that is not trained or dropped is there, as it was recorded; no other is."""
     num_held = num_open = 0
-    for account in state.groups():
-        states = {sample.state for sample in account.samples}
+    for group in state.groups():
+        states = {sample.state for sample in group}
         if states <= {SampleState.TRAINED, SampleState.DROPPED}:
             continue
         num_held += 1
-        live = life.groups[account.order_idx]
-        for sample, held in zip(live.trajectories, account.samples, strict=True):
+        live = life.groups[group[0].group.order_idx]
+        for sample, held in zip(live.trajectories, group, strict=True):
             check_sample(sample, held)
             num_open += not sample.is_finished
     size, flow = life.config.settings.group_size, life.flow.progress()
@@ -61,7 +61,7 @@ def check_sample(sample: Trajectory, held: SampleAccount) -> None:
 def check_batches(state: LedgerState, delivered: Mapping[int, Mapping[str, Taken]]) -> None:
     """Asserts that the batches of the ranks, by step, are what was trained on, to the token."""
     for group in state.groups():
-        for held in group.samples:
+        for held in group:
             if held.state is SampleState.TRAINED:
                 assert held.step is not None
                 taken = delivered[held.step][held.sample_id]
