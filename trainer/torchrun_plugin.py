@@ -5,7 +5,8 @@ torchrun kills ranks 30 s after it has passed a signal on, also in the middle of
 ends with a stack whose cause is that signal. With --standalone it looks this machine's own name
 up, and waits for minutes where the name has no address. It loads the entry points of the group
 `torchrun.handlers` before it reads its settings. This one has no effect unless torchrun starts
-`umbra.trainer` or `umbra.trainer.sft`; torchrun's own options and variables take precedence.
+`umbra.trainer` or `umbra.trainer.sft`, or at --standalone also a replay or the doctor; torchrun's
+own options and variables take precedence.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ _STOPPED: Final = frozenset(stop_status(number) for number in (*STOP_SIGNALS, PR
 
 def prepare_torchrun() -> object:
     """The entry point. Returns what torchrun expects, a maker of rendezvous handlers."""
-    if {"umbra.trainer", "umbra.trainer.sft"} & set(sys.argv):
+    started = [given for given in sys.argv if given.startswith("umbra.trainer")]
+    if started and "--standalone" in sys.argv:
+        os.environ.setdefault("PET_LOCAL_ADDR", "localhost")
+    if {"umbra.trainer", "umbra.trainer.sft"} & set(started):
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_TIMEOUT_S))
-        if "--standalone" in sys.argv:
-            os.environ.setdefault("PET_LOCAL_ADDR", "localhost")
         sys.excepthook = _end_in_words
     return _refuse
 

@@ -149,14 +149,15 @@ def test_torchrun_waits_for_ranks_as_long_as_their_step_takes(
 
 @pytest.mark.usefixtures("of_the_trainer")
 @pytest.mark.slow
+@pytest.mark.parametrize("module", ["umbra.trainer", "umbra.trainer.replay"])
 def test_ranks_of_one_machine_meet_whatever_its_name_resolves_to(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, module: str
 ) -> None:
     monkeypatch.delenv("PET_LOCAL_ADDR", raising=False)
     prepare_torchrun()
     assert "PET_LOCAL_ADDR" not in os.environ  # other machines may need the name
 
-    monkeypatch.setattr(sys, "argv", ["torchrun", "--standalone", *sys.argv[1:]])
+    monkeypatch.setattr(sys, "argv", ["torchrun", "--standalone", "-m", module, "umbra.toml"])
     prepare_torchrun()
     # In a process of its own, because torch's import takes seconds.
     program = "from torch.distributed.run import parse_args as p; print(p(['x.py']).local_addr)"
