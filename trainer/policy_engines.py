@@ -21,6 +21,7 @@ from umbra.trainer.checkpoint.run_dir import RunDir, VersionCounter, newest_vers
 from umbra.trainer.checkpoint.trainer_state import TrainerState
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.model.host_offload import HostOffload
+from umbra.trainer.model.merged_weights import MergedWeights
 from umbra.trainer.model.train_model import TrainModel
 from umbra.trainer.reporting.memory_metrics import GpuMemorySeen
 from umbra.trainer.services.memory_needs import SLEEPING_TAGS
@@ -98,6 +99,7 @@ class PolicyEngines:
         self._mesh = mesh
         self._policy = policy
         self._offload = offload
+        self._merged = MergedWeights(policy)
         self._gpu_memory = gpu_memory
         self._stop = stop
         self._note = note
@@ -116,7 +118,7 @@ class PolicyEngines:
             )
         self._frees = ALL_TAGS  # in the next sleep and sync: all, until steps have been measured
         self._pool = session.pool(POOL)
-        lora = policy.adapters.spec if policy.adapters else None
+        lora = policy.adapters and policy.adapters.spec
         self._sleep_level = 1 if lora else 2  # engines keep a model that no sync would bring back
         dtype: torch.dtype = getattr(torch, config.model.compute_dtype)
         self._publisher = WeightPublisher(
@@ -146,6 +148,7 @@ class PolicyEngines:
         signal ended it: nothing would be generated with these weights."""
         version = self.versions.next(step)
         with span("sync", version=version) as sync:
+            self._merged.merge()  # they stay so until training: engines may come up meanwhile
             if self._mesh.is_lead:
                 self.rollouts.announce(version, step)
             report = self._wait(lambda: self._sync(version))
@@ -198,6 +201,7 @@ class PolicyEngines:
                 self._note(f"{first_text(lacks)}. From here on, {_ASLEEP}")
                 self._free()
         self._offload.bring_back()
+        self._merged.restore()
 
     def _stop_keeping_logits(self) -> None:
         self._policy.keeps_logits = False
@@ -238,6 +242,7 @@ class PolicyEngines:
     def sleep_if_awake(self) -> None:
         if any_rank(self._offload.is_away):  # a signal may have reached only some ranks
             self.sleep()
+        self._merged.restore()
 
     def _sync(self, version: int) -> SyncReport:
         timeout_s = self._config.pool.sync_timeout_s
@@ -255,6 +260,8 @@ class PolicyEngines:
     def _sync_again(self, version: int) -> None:
         """Publishes the current version again, to an engine that came up while this rank waits."""
         with span("sync again", version=version):
+            with self._stop.uninterruptible():
+                self._merged.merge()  # after the last step they are no longer
             self._sync(version)
 
     def _send_away(self) -> None:

@@ -91,6 +91,24 @@ def test_an_awake_engine_that_dies_in_training_is_back_before_its_end(
     assert [row["rollout/reward_mean"] for row in rows] == rewards_asleep
 
 
+def test_an_engine_that_is_new_while_weights_are_away_gets_them_with_adapters_merged_in(
+    folder: Path,
+) -> None:
+    settings = ["pool.count=1", "train.offload=all", "model.lora.rank=4", "train.kl_coef=0.01"]
+    with start_run(folder, *SETTINGS, *settings, "train.steps=6") as run:
+        run.wait_for_step(3)
+        os.kill(run.pid_of("policy-0"), signal.SIGKILL)
+        ended = run.wait()
+
+    assert ended.status == 0, ended.output
+    path = folder / "all.json.gz"
+    assert main(["trace", str(run.run_dir), "-o", str(path)]) == 0
+    assert "sync again" in {event["name"] for event in read_timeline(path)}
+    rows = [row for row in read_metrics(run.run_dir / "metrics.jsonl") if "train/loss" in row]
+    assert all(row["train/behaviour_kl"] < 1e-7 for row in rows)
+    assert rows[-1]["train/reference_kl"] > 1e-4
+
+
 def test_a_run_that_runs_out_of_memory_resumes_without_kept_logits_and_then_beside_sleepers(
     folder: Path,
 ) -> None:

@@ -425,7 +425,8 @@ def _check_origin(path: Path, state: TrainerState, own: Mapping[str, Any]) -> No
     """Raises ConfigError if a checkpoint's adapters have other settings or change other weights
     than those whose `origin` is `own`."""
     saved, here = (from_wire(LoraSection, each) for each in (state.lora, own.get("lora", {})))
-    if saved != replace(here, targets=saved.targets) or {*saved.targets} != {*here.targets}:
+    same = replace(here, targets=saved.targets, merge=saved.merge)
+    if saved != same or {*saved.targets} != {*here.targets}:
         raise ConfigError(
             f"checkpoint {path} was trained with other settings of LoRA: set model.lora "
             f"to {to_wire(saved)} again, or export the checkpoint and start from that"

@@ -129,6 +129,7 @@ def _unused(condition: str, remedy: str, *names: str) -> Iterator[Rule]:
         yield Rule("warning", f"{name} != {default!r} and {condition}", text)
 
 
+_ADAPTERS_ALONE: Final = "model.lora.rank > 0 and not model.lora.merge"
 _NO_EMBEDDINGS: Final = (
     "model.lora.rank > 0 and not {'embed_tokens', 'lm_head'}.intersection(model.lora.targets)"
 )
@@ -149,6 +150,7 @@ _OPTIMIZATION: Final = (
         "model.lora.alpha",
         "model.lora.targets",
         "model.lora.rslora",
+        "model.lora.merge",
     ),
     _refused(
         "(train.steps is None) == (train.epochs is None)",
@@ -401,21 +403,20 @@ RULES: Final = (
     ),
     # LoRA
     _refused(
-        "model.lora.rank > max_lora_rank(pool.engine)",
+        "model.lora.rank > max_lora_rank(pool.engine) and not model.lora.merge",
         "this engine cannot load adapters of that rank from a sync: 'embedded' and 'sglang' load "
-        "any, 'vllm' up to 512, and 'echo' none: use another engine, or another model.lora.rank",
+        "any, 'vllm' up to 512, and 'echo' none: leave model.lora.merge at true",
     ),
     _refused(
-        "model.lora.rank > 0 and any(map(is_of_experts, model.lora.targets)) "
+        f"{_ADAPTERS_ALONE} and any(map(is_of_experts, model.lora.targets)) "
         "and pool.engine != 'vllm'",
-        "only vLLM loads adapters of experts from a sync: use pool.engine = 'vllm', or leave these "
-        "out",
+        "only vLLM loads adapters of experts from a sync: leave model.lora.merge at true",
     ),
     _refused(
-        "model.lora.rank > 0 and {'embed_tokens', 'lm_head'}.intersection(model.lora.targets) "
+        f"{_ADAPTERS_ALONE} and {{'embed_tokens', 'lm_head'}}.intersection(model.lora.targets) "
         "and pool.engine == 'sglang' and 'lora_target_modules' not in pool.engine_args",
-        "SGLang makes room for adapters of linear layers in decoder blocks alone: name all targets "
-        "in pool.engine_args.lora_target_modules, or use pool.engine = 'vllm'",
+        "SGLang makes room for adapters of linear layers in decoder blocks alone: leave "
+        "model.lora.merge at true, or name all targets in pool.engine_args.lora_target_modules",
     ),
     _refused(
         "model.lora.rank > 0 and train.reference_every > 0",
@@ -423,11 +424,12 @@ RULES: Final = (
         "train.reference_every out",
     ),
     _refused(
-        "model.lora.rank > 0 and bool(pool.lora_adapters)",
-        "a request has one adapter, which is the trained one: leave pool.lora_adapters out",
+        f"{_ADAPTERS_ALONE} and bool(pool.lora_adapters)",
+        "a request has one adapter, which is the trained one: leave model.lora.merge at true, or "
+        "pool.lora_adapters out",
     ),
     _warned(
-        "model.lora.rank > 0 and pool.staged_updates",
+        f"{_ADAPTERS_ALONE} and pool.staged_updates",
         "adapters are small, and are loaded at once: leave pool.staged_updates out",
     ),
     # the teacher

@@ -121,16 +121,25 @@ class LoraSection(Settings):
         alpha: An adapter's product is scaled by alpha / `rank`. Larger values change the model more
             with each step.
         targets: Ends of the names of layers that get an adapter, such as "q_proj", and also
-            "embed_tokens", "lm_head" and, in SFT or with vLLM, "experts". Where empty, all linear
-            layers of decoder blocks do.
+            "embed_tokens", "lm_head" and "experts". Where empty, all linear layers of decoder
+            blocks do.
         rslora: Whether the scale is alpha / sqrt(`rank`) instead, by which higher ranks learn as
             fast as lower ones (arXiv:2312.03732).
+        merge: Whether engines get the weights with adapters merged in. Completions are then as fast
+            as without adapters, and ranks keep the frozen weights in host memory, too. Otherwise
+            engines get adapters alone, which are less to send to other nodes.
     """
 
     rank: Count = 0
     alpha: Annotated[float, Bounds(gt=0)] = 32.0
     targets: tuple[str, ...] = ()
     rslora: bool = False
+    merge: bool = True
+
+    @property
+    def synced_rank(self) -> int:
+        """The rank of adapters that engines get; 0 if they get weights alone."""
+        return 0 if self.merge else self.rank
 
     @property
     def scale(self) -> float:

@@ -10,7 +10,7 @@ import mmap
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +20,10 @@ from umbra.runtime.weights.shards import local_part
 from umbra.trainer.model.train_model import TrainModel
 
 Offload = Literal["none", "optimizer", "all"]
+
+_REMEDY: Final = (
+    "train.offload needs as much of it as it takes from the GPU; set it to 'optimizer' or 'none'"
+)
 
 
 class HostOffload:
@@ -147,9 +151,9 @@ def _storage_key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)  # pyright: ignore[reportPrivateUsage]
 
 
-def pinned_bytes(nbytes: int) -> Tensor:
+def pinned_bytes(nbytes: int, remedy: str = _REMEDY) -> Tensor:
     """[nbytes] uint8, page-locked until the tensor and all its views are gone. Raises ConfigError
-    if memory is short or CUDA cannot lock it.
+    with that remedy if memory is short or CUDA cannot lock it.
 
     torch rounds its own up to the next power of two (CachingHostAllocator): for the parameters of
     an 8B model on two GPUs, by a third.
@@ -159,13 +163,13 @@ def pinned_bytes(nbytes: int) -> Tensor:
     try:
         memory = mmap.mmap(-1, nbytes)  # page-aligned, and shared, so that no fork copies it
     except OSError as error:
-        raise _too_little(nbytes, str(error)) from error
+        raise _too_little(nbytes, str(error), remedy) from error
     locked = torch.frombuffer(memory, dtype=torch.uint8)
     cuda: Any = torch.cuda
     runtime = cuda.cudart()
     status = runtime.cudaHostRegister(locked.data_ptr(), nbytes, 0)
     if int(status) != 0:
-        raise _too_little(nbytes, runtime.cudaGetErrorString(status))
+        raise _too_little(nbytes, runtime.cudaGetErrorString(status), remedy)
     # The storage is freed with its last view; `memory` is kept until it has been unlocked.
     unlocking = weakref.finalize(locked.untyped_storage(), _unlock, locked.data_ptr(), memory)
     unlocking.atexit = False  # the end of the process unlocks it sooner
@@ -177,8 +181,5 @@ def _unlock(address: int, _memory: mmap.mmap) -> None:
     cuda.cudart().cudaHostUnregister(address)
 
 
-def _too_little(nbytes: int, problem: str) -> ConfigError:
-    return ConfigError(
-        f"{nbytes} bytes of host memory cannot be page-locked ({problem}): train.offload needs as "
-        "much of it as it takes from the GPU; set it to 'optimizer' or 'none'"
-    )
+def _too_little(nbytes: int, problem: str, remedy: str) -> ConfigError:
+    return ConfigError(f"{nbytes} bytes of host memory cannot be page-locked ({problem}): {remedy}")

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from umbra.runtime.engine_api.lora import EMBEDDING, LINEAR, PEFT_PREFIX, LoraSpec
 from umbra.runtime.engine_api.weight_files import WeightFiles
@@ -168,7 +167,9 @@ class LoraAdapters:
 
     def __init__(self, model: nn.Module, section: LoraSection, dtype: torch.dtype) -> None:
         """Raises ConfigError if a target matches no layer."""
-        self.spec = LoraSpec(rank=section.rank, alpha=section.scale * section.rank)
+        self.scale = section.scale
+        spec = LoraSpec(rank=section.rank, alpha=section.scale * section.rank)
+        self.spec = None if section.merge else spec  # as engines get them
         model.requires_grad_(False)
         self._layers: dict[str, LoraLinear | LoraEmbedding | LoraExperts] = {}
         kinds: Any = {nn.Linear: LoraLinear, nn.Embedding: LoraEmbedding}
@@ -255,28 +256,41 @@ def adapter_shapes(name: str, layer: Any, rank: int) -> dict[str, list[int]]:
     }
 
 
-def merged(name: str, weight: Tensor, adapters: Mapping[str, Tensor], scale: float) -> Tensor:
-    """The weight with its adapter, if it has one, added in at least float32. A bias has none."""
+def matrices_of(name: str, adapters: Mapping[str, Tensor]) -> tuple[Tensor, Tensor] | None:
+    """The matrices whose product is added to a parameter, transposed for embeddings; None if it has
+    no adapter."""
     module, _, part = name.rpartition(".")
-    if part == "bias":
-        return weight
     module += ".base_layer" if part == "gate_up_proj" else ""
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    for ends in (LINEAR, EMBEDDING):
+    for ends in (LINEAR, EMBEDDING) if part in ("weight", "gate_up_proj", "down_proj") else ():
         if module + ends[0] in adapters:
-            first, second = (adapters[module + end].to(wide) for end in ends)
-            if weight.ndim == 3:
-                first, second = _by_expert(first, second, len(weight))
-            change = scale * (second @ first)
-            change = change if ends is LINEAR else change.t()
-            return (weight.to(wide) + change).to(weight.dtype)
-    return weight
+            first, second = (adapters[module + end] for end in ends)
+            return (first, second) if ends is LINEAR else (second.t(), first.t())
+    return None
+
+
+def merged(name: str, weight: Tensor, adapters: Mapping[str, Tensor], scale: float) -> Tensor:
+    """This rank's part of a weight with its adapter, if it has one, added in at least float32. The
+    matrices are whole."""
+    pair = matrices_of(name, adapters)
+    if pair is None:
+        return weight
+    part = local_part(weight)
+    total = part.to(torch.promote_types(part.dtype, torch.float32), copy=True)
+    first, second = (matrix.to(total.dtype) for matrix in pair)
+    rows = _rows_held(name, weight)
+    if total.ndim == 3:
+        first, second = _by_expert(first, second, len(weight))
+        return total.baddbmm_(second[rows], first[rows], alpha=scale).to(part.dtype)
+    return total.addmm_(second[rows], first, alpha=scale).to(part.dtype)
 
 
 def _write(name: str, parameter: Tensor, whole: Tensor) -> None:
     """Writes the part that this rank holds."""
-    rows = rows_held(name, parameter, 0) if isinstance(parameter, DTensor) else None
-    local_part(parameter).copy_(whole if rows is None else whole[rows[0] : rows[1]])
+    local_part(parameter).copy_(whole[_rows_held(name, parameter)])
+
+
+def _rows_held(name: str, parameter: Tensor) -> slice:
+    return slice(*(rows_held(name, parameter, 0) or (None,)))
 
 
 def peft_names(adapters: Mapping[str, Tensor]) -> dict[str, Tensor]:

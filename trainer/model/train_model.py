@@ -176,8 +176,12 @@ class TrainModel:
 
     @property
     def published(self) -> Mapping[str, Tensor]:
-        """The tensors that engines load: the adapters by PEFT's names, or all."""
-        return self.tensors if self.adapters is None else peft_names(self.stored)
+        """The tensors that engines load: those of the model, or adapters alone by PEFT's names."""
+        if self.adapters is None:
+            return self.tensors
+        if self.adapters.spec is not None:
+            return peft_names(self.stored)
+        return {name: each for name, each in self.tensors.items() if name not in self.stored}
 
     def score(self, micro_batch: MicroBatch, entropy_use: EntropyUse = "none") -> TokenScores:
         """Log-probabilities of the micro-batch's targets, or a critic's values before them.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -213,10 +215,10 @@ def rank_need(config: TrainerConfig, sizes: ModelSizes, num_ranks: int) -> RankN
     kept_nbytes = kept_logits_nbytes(num_scored, sizes.vocab_size, itemsize)
     always = _CONTEXT_NBYTES
     if config.pool.full_sync_every > 1:  # what was sent
-        always += itemsize * trained_size(config, sizes) // num_ranks
+        always += itemsize * _synced_size(config, sizes) // num_ranks
     return RankNeed(
         context_nbytes=_CONTEXT_NBYTES,
-        sync_nbytes=always + held,
+        sync_nbytes=always + held + _merging_nbytes(config, sizes, num_ranks),
         generation_nbytes=always + left,
         training_nbytes=always + held + max(need.gradients_nbytes for need in needs),
         activations_nbytes=max(need.activations_nbytes for need in needs),
@@ -262,12 +264,33 @@ class _LearnerNeed:
 
 def trained_size(config: TrainerConfig, sizes: ModelSizes) -> int:
     """Elements of the parameters that are trained: the adapters', or all."""
-    lora = config.model.lora
-    if not lora.rank:
-        return sizes.num_parameters
-    path = str(config.model.path)
+    rank = config.model.lora.rank
+    return rank * sum(map(sum, _adapted(config, sizes).values())) if rank else sizes.num_parameters
+
+
+def _adapted(config: TrainerConfig, sizes: ModelSizes) -> dict[str, tuple[int, ...]]:
+    """The shapes of the matrices that have adapters, by name."""
+    lora, path = config.model.lora, str(config.model.path)
     names = lora.chosen(sizes.matrices, path, is_tied=sizes.is_tied) if sizes.matrices else []
-    return lora.rank * sum(sum(sizes.matrices[name]) for name in names)
+    return {name: sizes.matrices[name] for name in names}
+
+
+def _synced_size(config: TrainerConfig, sizes: ModelSizes) -> int:
+    """Elements of what engines get: the adapters, or the model."""
+    is_whole = not config.model.lora.synced_rank
+    return sizes.num_parameters if is_whole else trained_size(config, sizes)
+
+
+def _merging_nbytes(config: TrainerConfig, sizes: ModelSizes, num_ranks: int) -> int:
+    """What adapters take while they are added to the weights: all of them, gathered by way of two
+    buffers, and one layer in float32."""
+    if not config.model.lora.rank or not config.model.lora.merge:
+        return 0
+    layers = Counter[str]()
+    for name, shape in _adapted(config, sizes).items():
+        layers[name.partition(".experts.")[0]] += math.prod(shape)
+    gathered = 3 * ITEMSIZES[config.master_dtype] * trained_size(config, sizes)
+    return gathered + 4 * max(layers.values(), default=0) // num_ranks
 
 
 def _activations_nbytes(config: TrainerConfig, sizes: ModelSizes, num_ranks: int) -> int:
@@ -383,8 +406,8 @@ def _engine_need(
     num_gpus = engine_kind(pool.engine).tensor_parallel_size(pool.engine_args)
     weights = sizes.stored_nbytes if sizes.is_quantised else sizes.num_parameters * itemsize
     update = weights
-    if is_updated and config.model.lora.rank:
-        update = trained_size(config, sizes) * itemsize
+    if is_updated and config.model.lora.synced_rank:
+        update = _synced_size(config, sizes) * itemsize
         weights += update
     if isinstance(pool, PoolSettings) and pool.staged_updates:
         weights += update  # it is in spare memory before it is in the parameters

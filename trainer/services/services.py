@@ -203,7 +203,7 @@ def engine_pool_spec(
         device_type=device_type,
         max_context_len=max_context_len(config),
         load_weights=load_weights,
-        lora_rank=0 if load_weights else config.model.lora.rank,
+        lora_rank=0 if load_weights else config.model.lora.synced_rank,
         start_timeout_s=config.pool.sync_timeout_s,
         bucket_nbytes=config.pool.sync_bucket_mib << 20,
     )

@@ -48,7 +48,8 @@ from umbra.trainer.data.train_batch import (
 )
 from umbra.trainer.model import token_scoring
 from umbra.trainer.model.host_offload import HostOffload, Offload
-from umbra.trainer.model.lora_layers import LoraAdapters
+from umbra.trainer.model.lora_layers import LoraAdapters, matrices_of, merged
+from umbra.trainer.model.merged_weights import MergedWeights
 from umbra.trainer.model.micro_batches import MicroBatchBuilder
 from umbra.trainer.model.model_loading import replace_head
 from umbra.trainer.model.packed_attention import PACKED_ATTENTION, register_packed_attention
@@ -261,6 +262,8 @@ def train_and_return_parameters(
         for seed in range(num_steps):
             metrics.append(train_step.run(rank_batch(world, seed, micro_batches), seed))
             check_away_and_back(mover, offload, tensors, policy)
+    if policy.adapters is not None:
+        check_merging(policy, mover)
     values = full_parameters(critic) if critic else {}
     return full_parameters(policy) | {f"{CRITIC}/{n}": v for n, v in values.items()}, metrics
 
@@ -286,6 +289,28 @@ def check_away_and_back(
     for tensor, value in zip((*tensors, *moments), before, strict=True):
         assert torch.equal(mover.locate(tensor), value)
         assert torch.equal(tensor.detach().to_local(), value)
+
+
+def check_merging(policy: TrainModel, mover: HostOffload) -> None:
+    """Engines get the weights of an export, and the trainer has its own back, bit by bit."""
+    assert policy.adapters is not None
+    merging, before = MergedWeights(policy), full_parameters(policy)
+    matrices = {name: torch.as_tensor(before[name]) for name in policy.stored}
+    for _ in range(2):
+        merging.merge()
+        mover.send_away()
+        sent = {name: tensor for name, tensor in policy.published.items() if name in before}
+        mover.bring_back()
+        assert sent.keys() == before.keys() - matrices.keys()
+        for name, tensor in sent.items():
+            start = torch.as_tensor(before[name])
+            expected = merged(name, start, matrices, policy.adapters.scale)
+            np.testing.assert_allclose(whole(tensor), expected, rtol=0, atol=1e-6, err_msg=name)
+            has_changed = matrices_of(name, matrices) is not None
+            assert has_changed != np.array_equal(whole(tensor), before[name]), name
+        merging.restore()
+        for name, value in full_parameters(policy).items():
+            np.testing.assert_array_equal(value, before[name], err_msg=name)
 
 
 def num_bytes(tensor: Any) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from umbra.trainer.model.lora_layers import (
     LoraExperts,
     LoraLinear,
     adapted_layers,
-    merged,
 )
 from umbra.trainer.services.setup_check import check_lora
 
@@ -138,17 +138,11 @@ def test_a_model_with_adapters_is_one_with_changed_weights(kind: str, section: L
     assert torch.allclose(logits, expected, atol=1e-9)
     assert torch.equal(without, start)
     assert (logits - start).abs().max() > 0.1
-    check_merged(model, section.scale, changed)
-    wire = adapters.spec.alpha / adapters.spec.rank
-    assert wire == pytest.approx(32 / (2 if section.rslora else 4))
-
-
-def check_merged(model: nn.Module, scale: float, changed: nn.Module) -> None:
-    parameters = {name: p.detach() for name, p in model.named_parameters()}
-    matrices = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    for name, expected in changed.named_parameters():
-        found = merged(name, parameters[name], matrices, scale)
-        assert torch.allclose(found, expected, atol=1e-12), name
+    assert adapters.scale == pytest.approx(32 / (2 if section.rslora else 4))
+    assert adapters.spec is None
+    alone = LoraAdapters(make_model(kind), replace(section, merge=False), torch.float64).spec
+    assert alone is not None
+    assert alone.alpha / alone.rank == pytest.approx(adapters.scale)
 
 
 def change_experts(experts: Any, layer: Any) -> None:

@@ -184,8 +184,12 @@ def test_adapters_alone_have_gradients_and_states_and_no_reference_is_kept(tmp_p
     num_trained = 28 * 16 * ((2048 + 1024) + (1024 + 3072))
     assert trained_size(plain, sizes) == num_trained
     context = rank_need(config_of(tmp_path), replace(sizes, num_parameters=0), 1).sync_nbytes
-    assert need.sync_nbytes - context == (2 * sizes.num_parameters + 12 * num_trained) // ranks
-    assert need.training_nbytes - need.sync_nbytes == 4 * num_trained // ranks
+    held = (2 * sizes.num_parameters + 12 * num_trained) // ranks
+    assert need.training_nbytes - context == held + 4 * num_trained // ranks
+    # Adapters, gathered by way of two buffers, are added to a weight in float32.
+    assert need.sync_nbytes - context == held + 3 * 4 * num_trained + 4 * 1024 * 3072 // ranks
+    alone = config_of(tmp_path, model={"lora": settings | {"merge": False}})
+    assert rank_need(alone, sizes, ranks).sync_nbytes - context == held
     assert need == rank_need(with_kl, sizes, ranks)
     whole = rank_need(config_of(tmp_path), sizes, ranks)
     assert need.activations_nbytes < whole.activations_nbytes
@@ -713,22 +717,24 @@ def test_a_tensor_parallel_engine_has_its_share_on_each_gpu(umbra_tiny_model_dir
     assert (whole.least_kv_num_tokens, whole.most_kv_num_tokens) == (1024, 128 * 1024)
 
 
-@pytest.mark.parametrize("rank", [0, 4])
-def test_staged_updates_take_what_is_sent_once_more(umbra_tiny_model_dir: Path, rank: int) -> None:
+@pytest.mark.parametrize("lora", [{}, {"rank": 4}, {"rank": 4, "merge": False}])
+def test_staged_updates_take_what_is_sent_once_more(
+    umbra_tiny_model_dir: Path, lora: dict[str, Any]
+) -> None:
     pool = {"engine": "vllm", "mode": "standalone"}
     sizes = ModelSizes.read(umbra_tiny_model_dir)
     configs = [
         config_of(
             umbra_tiny_model_dir,
-            model={"lora": {"rank": rank}},
+            model={"lora": lora},
             pool=pool | {"staged_updates": is_staged},
         )
         for is_staged in (False, True)
     ]
     plain, staged = (engine_needs(each, "policy", "cuda")["policy"] for each in configs)
 
-    sent_nbytes = 2 * trained_size(configs[0], sizes)
-    adapters_nbytes = sent_nbytes if rank else 0
+    adapters_nbytes = 0 if lora.get("merge", True) else 2 * trained_size(configs[0], sizes)
+    sent_nbytes = adapters_nbytes or 2 * sizes.num_parameters
     assert plain.weights_nbytes == 2 * sizes.num_parameters + adapters_nbytes
     assert staged.weights_nbytes == plain.weights_nbytes + sent_nbytes
 

@@ -81,6 +81,10 @@ def test_all_answers_are_settings_of_umbra() -> None:
         ),
         ("train.peft_config=x", "'peft_config' of TRL: use 'model.lora.rank'"),
         ("model.lora_rank=8", "'model.lora_rank' of verl: use 'model.lora.rank'"),
+        (
+            "actor_rollout_ref.model.lora.merge=true",
+            "'actor_rollout_ref.model.lora.merge' of verl: use 'model.lora.merge'",
+        ),
         ("train.use_dora=true", f"'use_dora' of TRL and PEFT: {ABSENT}"),
         ("train.lora_dropout=0.1", f"'lora_dropout' of TRL and PEFT: {ABSENT}"),
         ("train.optim=adamw_8bit", "'optim' of TRL and OpenRLHF: use 'train.optimizer'"),

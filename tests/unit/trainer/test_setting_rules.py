@@ -48,14 +48,17 @@ train.dual_clip=0.9 -> train.dual_clip
 train.teacher_kl_coef=1 -> train.teacher_kl_coef data.teacher_template
 data.teacher_template={prompt} rollout.agent=loops:run -> data.teacher_template rollout.agent
 train.advantage=none -> train.advantage train.teacher_kl_coef
-model.lora.rank=513 pool.engine=vllm -> model.lora.rank pool.engine
-model.lora.rank=1 pool.engine=echo -> model.lora.rank pool.engine
-model.lora.rank=8 model.lora.targets=["experts"] pool.engine=sglang \
--> model.lora.rank model.lora.targets pool.engine
-model.lora.rank=8 model.lora.targets=["lm_head"] pool.engine=sglang \
--> model.lora.rank model.lora.targets pool.engine pool.engine_args
+model.lora.rank=513 pool.engine=vllm model.lora.merge=false \
+-> model.lora.rank pool.engine model.lora.merge
+model.lora.rank=1 pool.engine=echo model.lora.merge=false \
+-> model.lora.rank pool.engine model.lora.merge
+model.lora.rank=8 model.lora.targets=["experts"] pool.engine=sglang model.lora.merge=false \
+-> model.lora.rank model.lora.merge model.lora.targets pool.engine
+model.lora.rank=8 model.lora.targets=["lm_head"] pool.engine=sglang model.lora.merge=false \
+-> model.lora.rank model.lora.merge model.lora.targets pool.engine pool.engine_args
 model.lora.rank=8 train.reference_every=9 -> model.lora.rank train.reference_every
-model.lora.rank=8 pool.lora_adapters.a=b -> model.lora.rank pool.lora_adapters
+model.lora.rank=8 model.lora.merge=false pool.lora_adapters.a=b \
+-> model.lora.rank model.lora.merge pool.lora_adapters
 train.loss_args.tau=2 -> train.loss train.loss_args
 train.loss=sapo train.loss_args.tau_positive=high -> train.loss train.loss_args
 train.keep_best_by=reward -> train.keep_best_by data.eval
@@ -98,9 +101,10 @@ reward.function= reward.functions.a=m:a reward.functions.b=m:b train.advantage=g
 train.loss=sapo train.dual_clip=3.0 -> train.dual_clip train.loss
 model.lora.alpha=16 -> model.lora.alpha model.lora.rank
 model.lora.targets=["q_proj"] -> model.lora.targets model.lora.rank
-model.lora.rank=8 pool.mode=standalone \
+model.lora.rank=8 model.lora.merge=false pool.mode=standalone \
 pool.engine=vllm pool.staged_updates=true pool.transport=cuda_ipc \
--> model.lora.rank pool.staged_updates
+-> model.lora.rank model.lora.merge pool.staged_updates
+model.lora.merge=false -> model.lora.merge model.lora.rank
 model.lora.rslora=true -> model.lora.rslora model.lora.rank
 train.reference_every=9 -> train.reference_every train.kl_coef
 data.teacher_template={prompt} -> data.teacher_template train.teacher_kl_coef
@@ -149,7 +153,10 @@ data.format=text data.messages_column=chat -> data.messages_column data.format
 MEANT = [
     'model.lora.rank=8 model.lora.targets=["lm_head"] train.embedding_lr_ratio=0.5',
     "train.embedding_weight_decay=0 train.vector_lr_ratio=2 train.vector_weight_decay=0.1",
-    'model.lora.rank=512 pool.engine=vllm model.lora.alpha=8 model.lora.targets=["q_proj"]',
+    'model.lora.rank=512 pool.engine=vllm model.lora.alpha=8 model.lora.targets=["q_proj"] '
+    "model.lora.merge=false",
+    'model.lora.rank=8 model.lora.targets=["experts","lm_head"] pool.engine=sglang',
+    "model.lora.rank=513 pool.engine=vllm pool.lora_adapters.a=b",
     "rollout.top_p=0.9 rollout.top_k=20 pool.engine=vllm",
     "pool.engine=sglang data.eval=e.jsonl eval.temperature=1.0 eval.top_p=0.9 eval.top_k=9",
     "rollout.max_staleness=2 pool.mode=standalone train.loss=decoupled train.importance_cap=5.0",
