@@ -124,7 +124,7 @@ class PolicyEngines:
         self._publisher = WeightPublisher(
             session,
             policy.published,
-            wire_manifest(policy.published, dtype, lora=lora),
+            wire_manifest(policy.published, dtype, kept=policy.buffers, lora=lora),
             locate=offload.locate,
             keeps_memory=not offload.moves_parameters,
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -129,6 +129,7 @@ def wire_manifest(
     tensors: Mapping[str, Tensor],
     wire_dtype: torch.dtype | None = None,
     *,
+    kept: Collection[str] = (),
     aliases: Mapping[str, str] | None = None,
     lora: LoraSpec | None = None,
 ) -> Manifest:
@@ -137,6 +138,7 @@ def wire_manifest(
     Args:
         tensors: as a `WeightPublisher` gets them.
         wire_dtype: floating-point tensors travel in this dtype; None keeps each tensor's own.
+        kept: names of tensors that keep theirs nevertheless.
         aliases: other name -> name in `tensors` for tied parameters; None finds them by storage.
         lora: the tensors are the matrices of this LoRA adapter, under PEFT's names. They go to
             engines that keep the weights of the model and apply the adapter to every request.
@@ -146,7 +148,7 @@ def wire_manifest(
     def dtype_on_wire(name: str, tensor: Tensor) -> torch.dtype:
         # One-byte floats are codes of a quantised format: a conversion would change their meaning.
         is_cast = tensor.is_floating_point() and tensor.dtype.itemsize > 1
-        if wire_dtype is None or not is_cast:
+        if wire_dtype is None or not is_cast or name in kept:
             return tensor.dtype
         return wire_dtype
 

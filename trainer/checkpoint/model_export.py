@@ -271,7 +271,8 @@ def write_adapters(folder: Path, source: ModelSection, adapters: Mapping[str, Te
 
 
 def _gather(tensors: Mapping[str, Tensor], mesh: Mesh, dtype: torch.dtype) -> dict[str, Tensor]:
-    """All tensors, unsharded, in host memory of rank 0; nothing elsewhere. Collective."""
+    """All tensors, unsharded, in host memory of rank 0; nothing elsewhere. Buffers keep their
+    dtype. Collective."""
     full: dict[str, Tensor] = {}
     wholes: dict[int, Tensor] = {}
     for name, tensor in tensors.items():
@@ -279,7 +280,7 @@ def _gather(tensors: Mapping[str, Tensor], mesh: Mesh, dtype: torch.dtype) -> di
         if id(tensor) not in wholes:
             whole = data.full_tensor() if isinstance(data, DTensor) else data
             if mesh.is_lead:
-                kept = whole.dtype if not whole.is_floating_point() else dtype
+                kept = dtype if isinstance(tensor, nn.Parameter) else whole.dtype
                 whole = whole.to("cpu", kept, copy=True)
             wholes[id(tensor)] = whole if mesh.is_lead else torch.empty(0)
         if mesh.is_lead:

@@ -99,8 +99,9 @@ class TrainModel:
     With `train`, it is trained by those settings, and has an `optimizer`; without, it is frozen. If
     it has LoRA `adapters`, these alone are trained. Gradients are summed over ranks: each rank's
     loss is its share of the global loss. Checkpoints have the `stored` parameters where `is_saved`,
-    which is so for a trained model. With `keeps_logits`, which may change between steps, a backward
-    pass does not compute logits again.
+    which is so for a trained model. Engines and exports get the persistent `buffers`, by which some
+    models choose experts, in their own dtype. With `keeps_logits`, which may change between steps,
+    a backward pass does not compute logits again.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class TrainModel:
         # FSDP swaps in gathered parameters during a pass; these objects are the permanent ones.
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         persistent = model.state_dict().keys() - self._parameters.keys()
-        self._buffers = {name: b for name, b in model.named_buffers() if name in persistent}
+        self.buffers = {name: b for name, b in model.named_buffers() if name in persistent}
         head: Any = cast("Any", model).get_output_embeddings() if prepared.is_critic else None
         if weights is not None:
             read = self.tensors.items()
@@ -172,7 +173,7 @@ class TrainModel:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """Parameters and persistent buffers, by Hugging Face name; tied names share one tensor."""
-        return {**self._parameters, **self._buffers}
+        return {**self._parameters, **self.buffers}
 
     @property
     def published(self) -> Mapping[str, Tensor]:

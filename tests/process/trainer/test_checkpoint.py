@@ -17,6 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from forked_ranks import start_fork
 from rank_programs import run_all
+from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 from training_models import make_model, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
@@ -64,6 +65,18 @@ def ran(tmp_path_factory: pytest.TempPathFactory, fork_server: None) -> Ran:
         save_model(folder / kind, kind)
         (folder / f"{kind}-export").mkdir()
         (folder / f"{kind}-export" / "old").write_text("")
+    routed = make_model(
+        "deepseek-v3",
+        first_k_dense_replace=0,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        moe_intermediate_size=16,
+    )
+    for buffer in choices_of_experts(routed.state_dict()).values():
+        torch.nn.init.normal_(buffer, std=3.0)
+    routed.save_pretrained(folder / "routed")
     (folder / "many" / "step-000003").mkdir(parents=True)
     (folder / "many" / "step-000003" / "__0_0.distcp").write_bytes(b"half")
     (folder / "best kept").mkdir()
@@ -85,6 +98,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory, fork_server: None) -> Ran:
         "load": ["load_checkpoint", f"{place}/saved/step-000002"],
         "misfit": ["load_into_another_model", f"{place}/saved/step-000002"],
         "half": ["export_model", f"{place}/qwen3", f"{place}/half-export", "bfloat16"],
+        "routed": ["export_model", f"{place}/routed", f"{place}/routed-export", "bfloat16"],
         "beside": ["export_beside_leftovers", f"{place}/qwen3", f"{place}/beside"],
         "unused": ["save_and_load_with_an_unused_parameter", f"{place}/unused"],
         "given up": ["save_many", f"{place}/back", [10, 20, 30, 40], 4],
@@ -243,6 +257,22 @@ def test_an_export_may_be_in_another_dtype(ran: Ran) -> None:
     assert json.loads((target / "config.json").read_text())["dtype"] == "bfloat16"
     auto: Any = AutoModelForCausalLM
     assert auto.from_pretrained(str(target)).dtype == torch.bfloat16
+
+
+def test_what_chooses_experts_keeps_its_precision_in_an_export(ran: Ran) -> None:
+    before, after = (
+        choices_of_experts(load_file(ran.folder / name / "model.safetensors"))
+        for name in ("routed", "routed-export")
+    )
+
+    assert len(before) == len(after) == 2
+    for name, bias in before.items():
+        assert bias.dtype == after[name].dtype == torch.float32
+        assert torch.equal(bias, after[name])
+
+
+def choices_of_experts(tensors: dict[str, Any]) -> dict[str, Any]:
+    return {name: each for name, each in tensors.items() if "e_score_correction_bias" in name}
 
 
 @pytest.fixture

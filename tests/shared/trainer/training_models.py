@@ -74,7 +74,7 @@ def make_model(kind: str = "qwen3", seed: int = 0, **changes: Any) -> Any:
         "qwen2": lambda: Qwen2Config(**base),
         "granite": lambda: GraniteConfig(**base),
         "llama": lambda: LlamaConfig(**base),
-        "deepseek-v3": lambda: DeepseekV3Config(**(base | latent)),
+        "deepseek-v3": lambda: DeepseekV3Config(**(base | latent | changes)),
         "mistral-window": lambda: MistralConfig(**base, sliding_window=4),
     }
     torch.default_generator.manual_seed(seed)
