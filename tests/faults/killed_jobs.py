@@ -20,7 +20,6 @@ import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Literal, Self
 
 from held_places import HeldPlaces
@@ -105,12 +104,7 @@ class KilledJob:
         self._records.mkdir()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         shutil.rmtree(self._socket_root, ignore_errors=True)
 
     @contextlib.contextmanager

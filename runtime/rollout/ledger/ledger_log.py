@@ -20,7 +20,6 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Final, NoReturn
 
 from umbra.runtime.disk import check_kept, explain, sync
@@ -104,12 +103,7 @@ class LedgerLog:
     def __enter__(self) -> LedgerLog:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -7,7 +7,6 @@ import select
 import signal
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self
 
 from umbra.runtime.cluster.environment import ACTOR_VARIABLE
@@ -65,10 +64,5 @@ class Victim:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         os.close(self._pidfd)

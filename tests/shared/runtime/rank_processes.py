@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence, Sized
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from actor_specs import PROGRAMS
@@ -85,12 +84,7 @@ class Ranks:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         for process in self.processes:
             if process.poll() is None:
                 process.send_signal(signal.SIGKILL)
