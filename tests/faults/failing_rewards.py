@@ -33,10 +33,6 @@ async def loop_that_fails_for_3_and_5(ctx: Any, sample: dict[str, Any]) -> float
     return 0.0
 
 
-async def loop_that_never_generates(ctx: Any, sample: dict[str, Any]) -> float:
-    return float(len(sample["answer"]))
-
-
 def leaves_a_daemon(prompts: list[str], completions: list[str], **columns: Column) -> list[float]:
     """Starts a daemon once: double fork, a session of its own, an empty environment.
 

@@ -14,7 +14,7 @@ from ledger_replay import replay
 from ledger_samples import events_in, life_of_a_group, versions_in, wire, write_events
 
 from umbra.runtime.errors import LedgerError
-from umbra.runtime.rollout.ledger.ledger_events import Event, Restored, Version, encode_batches
+from umbra.runtime.rollout.ledger.ledger_events import Version, encode_batches
 from umbra.runtime.rollout.ledger.ledger_history import (
     Position,
     header_of,
@@ -257,28 +257,6 @@ def test_a_contradiction_is_named_with_its_position(tmp_path: Path) -> None:
 
     with pytest.raises(LedgerError, match=f"the ledger at {positions[0]}: version 0 follows"):
         replay(read_history(tmp_path).entries)
-
-
-def test_replay_foresees_restores_and_the_callers_own(tmp_path: Path) -> None:
-    from umbra.runtime.rollout.ledger.ledger_events import Checkpoint
-
-    history: list[list[Event]] = [
-        [Version(0, 0)],
-        life_of_a_group(0, "a", 0, 0),
-        [Version(1, 1), Checkpoint(1, 1)],
-        life_of_a_group(2, "b", 1, 1),
-        [Version(2, 2), Checkpoint(2, 2)],
-        [Restored(1, 1)],
-    ]
-    with LedgerLog.open(tmp_path, "job") as log:
-        write_events(log, *history)
-
-    state = replay(read_history(tmp_path).entries)
-    assert state.sample(2).tokens.tolist() == [1, 2, 3]
-    state = replay(read_history(tmp_path).entries, restoring_step=0)
-    assert state.sample(0).tokens.tolist() == [1, 2, 3]
-    state.apply(Restored(0, 0))
-    assert str(state.sample(0).state) == "scored"
 
 
 def test_a_failed_write_is_final_and_nothing_follows_it(

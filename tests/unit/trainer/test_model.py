@@ -27,11 +27,6 @@ SMALL: dict[str, Any] = {
 }
 
 
-def change_config(folder: Path, **changes: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen2"])
 def test_models_with_plain_causal_attention_are_packed(tmp_path: Path, kind: str) -> None:
