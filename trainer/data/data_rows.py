@@ -137,7 +137,10 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             for row in _python_rows(batch, path, number):
                 number += 1
                 plain = {name: _plain(value) for name, value in row.items()}
-                plain |= {name: _parsed(plain[name], kind) for name, kind in with_json}
+                try:
+                    plain |= {name: _parsed(plain[name], kind) for name, kind in with_json}
+                except (DataError, ValueError) as error:
+                    raise DataError(f"{path}, row {number}: JSON in a column: {error}") from None
                 yield f"{path}, row {number}", plain
     except (arrow.ArrowException, ValueError) as error:
         raise DataError(f"{path}: not a usable Parquet file: {error}") from None

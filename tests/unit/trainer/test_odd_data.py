@@ -200,6 +200,22 @@ def test_json_of_a_parquet_file_is_what_it_stands_for(tmp_path: Path) -> None:
     assert found[1] == {"messages": [user], "tools": tools, "by_name": {"a": [1]}}
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("{", "JSON in a column: Expecting property"), ('{"b":1,"b":2}', "2 values are named 'b'")],
+)
+def test_json_of_a_parquet_file_that_is_none_is_named_with_its_row(
+    tmp_path: Path, text: str, words: str
+) -> None:
+    arrow, parquet = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))
+    table = arrow.table({"a": ["1", text]})
+    as_json = arrow.schema([("a", arrow.json_())])
+    parquet.write_table(table.cast(as_json), tmp_path / "rows.parquet")
+
+    with pytest.raises(DataError, match=rf"rows.parquet, row 2: .*{words}"):
+        list(read_rows(tmp_path / "rows.parquet"))
+
+
 def test_text_of_a_parquet_file_that_is_none_is_named_with_its_row(
     tmp_path: Path, tokenizer: ModelTokenizer
 ) -> None:
