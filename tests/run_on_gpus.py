@@ -167,6 +167,9 @@ JOBS: Final = {
     "sglang-restart": restart("sglang", NO_GRAPHS),
     "hybrid": step("0.6b", 1),
     **{f"hybrid-of-{count}": step("0.6b", count) for count in (2, 4)},
+    "lora": step("0.6b", 1, "model.lora.rank=32"),
+    "lora-of-2": step("0.6b", 2, "model.lora.rank=32"),
+    "lora-alone": step("0.6b", 1, "model.lora.rank=32 model.lora.merge=false"),
     **{
         f"{sleep}-{name}": step(name, ranks, f"pool.sleep={setting} pool.engine_args={EAGER}")
         for name, ranks in (("135m", 1), ("0.6b", 1), ("8b", 4))

@@ -32,6 +32,10 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "packed": {"compiles": True},
         "recomputed": {"compiles": True, "recomputes": True, "wrap": "layer", "chunked": True},
     },
+    "lora": {  # which is merged, and taken back, after the last step
+        "packed": {"lora_rank": 3},
+        "offloaded": {"lora_rank": 3, "wrap": "layer", "offload": "all"},
+    },
 }
 COMPILE_LIMIT_S = 400.0  # several minutes where nothing is cached
 
@@ -52,7 +56,8 @@ def test_gpus_train_like_the_cpu(umbra_distributed_world: DistributedWorld, kind
 
     on_gpu = on_gpus(umbra_distributed_world, variants, NUM_GPUS)
 
-    on_cpu = umbra_distributed_world(run_all, {"cpu": variant({})}, num_ranks=1)[0]["cpu"]
+    options = {"lora_rank": 3} if kind == "lora" else {}
+    on_cpu = umbra_distributed_world(run_all, {"cpu": variant(options)}, num_ranks=1)[0]["cpu"]
     for name, (parameters, metrics) in on_gpu.items():
         for key, array in on_cpu[0].items():
             np.testing.assert_allclose(parameters[key], array, atol=1e-3, err_msg=f"{name} {key}")
