@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol, cast
 
 import torch
+from torch import Tensor
 
+from umbra.runtime.errors import UmbraError
 from umbra.trainer.algorithms.base import LossInputs, LossMetric, LossOutput, PolicyLoss
 from umbra.trainer.algorithms.losses import kl_terms, kl_to_go
 from umbra.trainer.config.algorithm_names import TOKEN_ADVANTAGES
@@ -70,6 +73,7 @@ class PolicyObjective:
             columns=columns | {ADVANTAGES: advantages},
         )
         output = self._loss(scores.logprobs, inputs, train)
+        _check(output, train.loss)
         loss, metrics = output.loss, dict(output.metrics)
         behaviour_kl = kl_terms(sampled, scores.logprobs.detach(), "k3")
         metrics["behaviour_kl"] = LossMetric(behaviour_kl)
@@ -85,3 +89,28 @@ class PolicyObjective:
             if not train.kl_in_reward:
                 loss = loss + train.kl_coef * (micro_batch.weights * terms).sum()
         return LossOutput(loss, {"loss": LossMetric(loss, "sum")} | metrics)
+
+
+def _check(output: Any, name: str) -> None:
+    """Raises UmbraError unless this is what a loss returns; the host waits for no number."""
+    match output:
+        case LossOutput(loss=Tensor(ndim=0, requires_grad=True), metrics=Mapping() as metrics) if (
+            all(isinstance(each, LossMetric) for each in cast(Any, metrics).values())
+        ):
+            return
+        case LossOutput(loss, metrics):
+            found = f"LossOutput({_described(loss)}, {_described(metrics)})"
+        case _:
+            found = _described(output)
+    raise UmbraError(
+        f"train.loss = {name!r} returned {found}: return LossOutput(loss, metrics); `loss` is a "
+        "scalar with the gradient of the logprobs, such as (inputs.weights * terms).sum(), and "
+        "`metrics` a dictionary of LossMetric, or {}"
+    )
+
+
+def _described(value: object) -> str:
+    if not isinstance(value, Tensor):
+        return f"{type(value).__name__} {value!r:.80}"
+    gradient = "with" if value.requires_grad else "without"
+    return f"a tensor of shape {list(value.shape)} {gradient} a gradient"

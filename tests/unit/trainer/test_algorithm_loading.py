@@ -6,13 +6,23 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from umbra.runtime.errors import ConfigError
-from umbra.trainer.algorithms.base import LossInputs, load_advantage_estimator, load_loss
+from umbra.runtime.errors import ConfigError, UmbraError
+from umbra.trainer.algorithms.base import (
+    LossInputs,
+    LossOutput,
+    load_advantage_estimator,
+    load_loss,
+)
 from umbra.trainer.config.algorithm_names import ADVANTAGE_ESTIMATORS, LOSSES
 from umbra.trainer.config.trainer_config import TrainSection
+from umbra.trainer.data.train_batch import ADVANTAGES, PROXIMAL_LOGPROBS, ROLLOUT_LOGPROBS
+from umbra.trainer.model.micro_batches import MicroBatch, PaddedInputs
+from umbra.trainer.model.train_model import TokenScores
+from umbra.trainer.objective import PolicyObjective
 
 
 @pytest.fixture(autouse=True)
@@ -82,3 +92,51 @@ def test_what_cannot_be_called_is_explained(
 
     with pytest.raises(ConfigError, match=said):
         load(name, [str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        ("logprobs.sum()", r"a tensor of shape \[\] with a gradient"),
+        ("(logprobs.sum(), {})", r"tuple \(tensor\("),
+        ("None", "NoneType None"),
+        ("LossOutput(logprobs, {})", r"LossOutput\(a tensor of shape \[3\] with a gradient, dict"),
+        ("LossOutput(logprobs.sum().detach(), {})", r".*tensor of shape \[\] without a gradient"),
+        ("LossOutput(logprobs.sum().item(), {})", r"LossOutput\(float -3.0, dict"),
+        ("LossOutput(logprobs.sum(), {'p': logprobs})", r".* with a gradient, dict \{'p': tensor"),
+        ("LossOutput(logprobs.sum(), None)", ".* with a gradient, NoneType None"),
+    ],
+)
+def test_what_a_users_loss_must_not_return_is_shown(tmp_path: Path, result: str, said: str) -> None:
+    with pytest.raises(UmbraError, match=f"train.loss = '.*' returned {said}.*: return LossOut"):
+        output_of(tmp_path, result)
+
+
+def test_a_users_loss_may_have_metrics_or_none(tmp_path: Path) -> None:
+    bare = output_of(tmp_path, "LossOutput(logprobs.sum(), {})")
+    both = output_of(tmp_path, "LossOutput(logprobs.sum(), {'mine': LossMetric(logprobs)})")
+
+    assert bare.loss.item() == both.loss.item() == -3
+    assert both.metrics.keys() - bare.metrics.keys() == {"mine"}
+
+
+def output_of(folder: Path, result: str) -> LossOutput:
+    """What training gets for three tokens from a loss that returns `result`."""
+    name = f"loss_{len(list(folder.iterdir()))}_{folder.name}"
+    (folder / f"{name}.py").write_text(
+        "from umbra.trainer.algorithms.base import LossMetric, LossOutput\n"
+        f"def loss(logprobs, inputs, settings): return {result}\n"
+    )
+    logprobs, unused = torch.full([3], -1.0, requires_grad=True), torch.zeros(3)
+    old = logprobs.detach()
+    micro_batch = MicroBatch(
+        inputs=PaddedInputs(token_ids=unused, predicting=unused),
+        targets=unused,
+        columns={ADVANTAGES: old, PROXIMAL_LOGPROBS: old, ROLLOUT_LOGPROBS: old},
+        weights=torch.ones(3),
+        sample_lens=torch.tensor([3]),
+        places=np.zeros(0, np.int64),
+    )
+    train = TrainSection(steps=1, loss=f"{name}:loss")
+    objective = PolicyObjective(train, load_loss(train.loss, [str(folder)]))
+    return objective(TokenScores(logprobs, None), micro_batch)
