@@ -1,18 +1,19 @@
-"""Changes to torchrun's own process: a stop may take its time and ends in words, and ranks of one
-machine meet at its loopback address.
+"""Changes to torchrun's own process: a stop may take its time, stops and errors end in words, and
+ranks of one machine meet at its loopback address.
 
 torchrun kills ranks 30 s after it has passed a signal on, also in the middle of a checkpoint, and
-ends with a stack whose cause is that signal. With --standalone it looks this machine's own name
-up, and waits for minutes where the name has no address. It loads the entry points of the group
-`torchrun.handlers` before it reads its settings. This one has no effect unless torchrun starts
-`umbra.trainer` or `umbra.trainer.sft`, or at --standalone also a replay or the doctor; torchrun's
-own options and variables take precedence.
+ends with a stack, whose cause is that signal, or a report of 20 lines for each rank that has told
+its error. With --standalone it looks this machine's own name up, and waits for minutes where the
+name has no address. It loads the entry points of the group `torchrun.handlers` before it reads its
+settings. This one has no effect unless torchrun starts `umbra.trainer` or a program in it; only
+training gets the time. torchrun's own options and variables take precedence.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from operator import attrgetter
 from types import TracebackType
 from typing import Any, Final, NoReturn
 
@@ -32,6 +33,7 @@ def prepare_torchrun() -> object:
         os.environ.setdefault("PET_LOCAL_ADDR", "localhost")
     if {"umbra.trainer", "umbra.trainer.sft"} & set(started):
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_TIMEOUT_S))
+    if started:
         sys.excepthook = _end_in_words
     return _refuse
 
@@ -43,14 +45,11 @@ def _refuse(parameters: object) -> NoReturn:
 def _end_in_words(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    if kind.__name__ == "SignalException" or _is_stop(error):
-        print("torchrun: ended by a stop; the lines above tell what was saved", file=sys.stderr)
+    failed: list[Any] = list(getattr(error, "failures", {}).values())  # of torch's ChildFailedError
+    first = min(failed, key=attrgetter("timestamp"), default=None)
+    if kind.__name__ == "SignalException" or (failed and {f.exitcode for f in failed} <= _STOPPED):
+        print("torchrun: ended by a stop; what was saved is told above", file=sys.stderr)
+    elif first is not None and not isinstance(first.message, str):  # by `FatalErrorReporter`
+        print(f"torchrun: {first.message['message']}", file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, trace)
-
-
-def _is_stop(error: BaseException) -> bool:
-    """Whether it is torch's ChildFailedError of ranks that a stop signal ended."""
-    failures: dict[int, Any] = getattr(error, "failures", {})
-    codes = {failure.exitcode for failure in failures.values()}
-    return bool(codes) and codes <= _STOPPED

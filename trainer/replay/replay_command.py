@@ -19,9 +19,9 @@ from umbra.runtime.cluster.environment import TorchrunEnvironment, visible_gpus
 from umbra.runtime.disk import writing_output
 from umbra.runtime.errors import ConfigError, UmbraError
 from umbra.runtime.process.nvml import count_gpus
-from umbra.runtime.terminal_text import escape_unprintable
 from umbra.trainer.replay.replay_plan import ReplayPlan
 from umbra.trainer.reporting.console import ProgressDisplay
+from umbra.trainer.reporting.fatal_error_report import FatalErrorReporter
 
 _MODULE = "umbra.trainer.replay"
 
@@ -63,9 +63,7 @@ def main(argv: Sequence[str]) -> int:
         with ProgressDisplay(sys.stderr if environment.rank == 0 else None) as display:
             replay(plan, environment, display)
     except UmbraError as error:
-        # One write: ranks share stderr.
-        rank = os.environ.get("RANK", "0")
-        sys.stderr.write(f"rank {rank}: {escape_unprintable(str(error))}\n")
+        FatalErrorReporter(int(os.environ.get("RANK", "0")), 0.0).report(error)
         return 1
     return 0
 

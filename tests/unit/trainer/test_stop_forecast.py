@@ -122,9 +122,13 @@ class SignalException(Exception):
 class RanksFailed(Exception):
     """Like torchrun's ChildFailedError."""
 
-    def __init__(self, *codes: int) -> None:
+    def __init__(self, *codes: int, told: str = "") -> None:
         super().__init__(codes)
-        self.failures = {rank: SimpleNamespace(exitcode=code) for rank, code in enumerate(codes)}
+        messages = ["Signal 15", {"message": told} if told else "To enable traceback see: https:"]
+        self.failures = {
+            rank: SimpleNamespace(exitcode=code, timestamp=-rank, message=messages[rank])
+            for rank, code in enumerate(codes)
+        }
 
 
 @pytest.fixture
@@ -177,13 +181,21 @@ def test_a_stop_ends_torchrun_without_a_stack(
 
     sys.excepthook(type(error), error, None)
 
-    assert capsys.readouterr().err == (
-        "torchrun: ended by a stop; the lines above tell what was saved\n"
-    )
+    assert capsys.readouterr().err == ("torchrun: ended by a stop; what was saved is told above\n")
 
 
 @pytest.mark.usefixtures("of_the_trainer")
-@pytest.mark.parametrize("error", [ValueError("broken"), RanksFailed(1, 143)])
+def test_an_error_that_a_rank_has_told_is_the_last_line(capsys: pytest.CaptureFixture[str]) -> None:
+    prepare_torchrun()
+    error = RanksFailed(143, 1, told="rank 1: ConfigError: train.lr is unknown")
+
+    sys.excepthook(type(error), error, None)
+
+    assert capsys.readouterr().err == "torchrun: rank 1: ConfigError: train.lr is unknown\n"
+
+
+@pytest.mark.usefixtures("of_the_trainer")
+@pytest.mark.parametrize("error", [ValueError("broken"), RanksFailed(143, 1)])
 def test_any_other_end_keeps_its_stack(
     error: Exception, capsys: pytest.CaptureFixture[str]
 ) -> None:
