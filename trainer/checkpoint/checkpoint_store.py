@@ -158,7 +158,7 @@ class CheckpointStore:
         tensors, random_state = dict[str, Tensor](), _random_state(self._mesh.rank)
         own_origin = models[POLICY].origin  # every rank may read it from its node's disk
         from_lead(self._mesh, lambda: _check_origin(path, state, own_origin))
-        with _disk_trouble("read the checkpoint", path, IF_DAMAGED):
+        with _first_cause("read the checkpoint", path, IF_DAMAGED):
             reader = _Reader(path)
             saved = reader.read_metadata().state_dict_metadata
             for name, model in models.items():
@@ -263,7 +263,7 @@ class StoredParameters:
         key = self._key.format(name)
         tensor = torch.empty(cast("Any", self._saved[key]).size, dtype=dtype)
         with (
-            _disk_trouble("read the checkpoint", self._path, IF_DAMAGED),
+            _first_cause("read the checkpoint", self._path, IF_DAMAGED),
             warnings.catch_warnings(),
         ):
             # torch warns that it loads without a process group, which is intended.
@@ -312,7 +312,8 @@ class _Writer(FileSystemWriter):
         self._copies = copies
 
     def save(self, group: Any) -> None:
-        with _disk_trouble(_WRITE, self.checkpoint, needed_nbytes=self._nbytes):
+        place = self.checkpoint
+        with writing(_WRITE, place, self._nbytes), _first_cause(_WRITE, place):
             _dcp.save(
                 self._tensors,
                 storage_writer=self,
@@ -446,20 +447,16 @@ def _other_settings(name: str, saved: Collection[str]) -> str:
 
 
 @contextmanager
-def _disk_trouble(
-    what: str, path: Path, advice: str = "", *, needed_nbytes: int = 0
-) -> Generator[None]:
-    """Converts errors that torch.distributed.checkpoint collects from the ranks. `advice` is the
-    remedy for errors that do not come from the disk."""
+def _first_cause(what: str, path: Path, advice: str = "") -> Generator[None]:
+    """Raises the first of the errors that torch.distributed.checkpoint collects from the ranks.
+    `advice` is the remedy for those that do not come from the disk."""
     try:
-        with writing(what, path, needed_nbytes):
-            yield
+        yield
     except CheckpointException as error:
         causes = [failure[0] for failure in error.failures.values()]
         for cause in causes:
             if isinstance(cause, OSError | UmbraError):
-                with writing(what, path, needed_nbytes):
-                    raise cause from error
+                raise cause from error
         raise RunDirectoryError(
             f"cannot {what} {path}: {describe_cause(causes[0])}{advice}"
         ) from error

@@ -452,7 +452,7 @@ class NodeChecks:
             pool, spec = config.pool, engine_pool_spec(config, plan, device)
         else:
             pool = config.pools[name]
-            spec = auxiliary_pool_spec(name, config, plan, device, POOL, host_gets_idle=True)
+            spec = auxiliary_pool_spec(name, config, plan, device, POOL)
         engines: list[ActorSpec] = spec.engine_specs()
         if not engines:
             raise NotApplicable("its engines are on machines that join later")

@@ -100,14 +100,13 @@ def auxiliary_pool_spec(
     plan: Plan,
     device_type: str,
     host: str,
-    *,
-    host_gets_idle: bool,
 ) -> PoolSpec:
-    """The specification of one auxiliary pool. `host` is the pool whose GPUs colocated pools share;
-    `host_gets_idle` says whether it is idle from time to time. `device_type` is the trainer's."""
+    """The specification of one auxiliary pool. `host` is the policy's pool, whose GPUs colocated
+    pools share. `device_type` is the trainer's."""
     pool = config.pools[name]
     is_colocated = pool.mode == "colocated"
     max_wait_s = pool.max_wait_s
+    host_gets_idle = isinstance(config, TrainerConfig) and config.pool.mode == "hybrid"
     if max_wait_s is None and not host_gets_idle:
         max_wait_s = _BUSY_WAIT_S
     return pool_spec(

@@ -109,11 +109,8 @@ class ServiceStarter:
         `device_type` is the trainer's."""
         config = self._config
         in_turn: list[PoolSpec] = []
-        host_gets_idle = config.pool.mode != "standalone"
         for name in config.pools:
-            spec = auxiliary_pool_spec(
-                name, config, plan, device_type, POOL, host_gets_idle=host_gets_idle
-            )
+            spec = auxiliary_pool_spec(name, config, plan, device_type, POOL)
             if spec.mode == "colocated":
                 in_turn.append(spec)
             else:

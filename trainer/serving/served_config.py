@@ -99,7 +99,7 @@ def pool_specs(config: ServeConfig, plan: Plan) -> list[PoolSpec]:
     """Pools that share memory are time-sliced."""
     device_type = _device_type(config)
     specs = [
-        auxiliary_pool_spec(name, config, plan, device_type, POOL, host_gets_idle=False)
+        auxiliary_pool_spec(name, config, plan, device_type, POOL)
         for name in config.pools
         if name in plan.engines
     ]

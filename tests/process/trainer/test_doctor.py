@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -124,6 +125,25 @@ def test_ranks_check_a_config_of_fine_tuning_together(sft_config: Path) -> None:
     found = verdicts(done.stdout)
     assert found["setup"].endswith(", 2 rows a step for 2 ranks")
     assert {"rows", "clocks", "NCCL"} <= found.keys()
+
+
+def test_verdicts_are_shown_while_the_next_check_takes_its_time(config: Path) -> None:
+    os.mkfifo("gate")
+    Path("rewards.py").write_text(f"open('gate', 'rb', 0).read(1)\n{_REWARDS}")
+    gate = os.open("gate", os.O_RDWR)  # each import of the reward's module takes a byte of it
+    command = [sys.executable, "-m", "umbra.runtime.cli.umbra_command", "doctor", str(config)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as doctor:
+        assert doctor.stdout is not None
+        try:
+            shown, _, _ = select.select([doctor.stdout], [], [], 60.0)
+            first = doctor.stdout.readline() if shown else ""
+        finally:
+            os.write(gate, bytes(99))
+        rest = doctor.stdout.read()
+    os.close(gate)
+
+    assert first.startswith("ok ")
+    assert rest.endswith("all is well\n")
 
 
 def test_all_is_well(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,12 +12,13 @@ from collections import Counter
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from http_server import run_umbra, serving
+from http_server import Server, run_umbra, serving
 from training_models import listed, make_model, save_model
 from weight_file import write_weight_file
 
@@ -30,6 +31,7 @@ ECHO = ("pool.device=cpu", "pool.engine=echo", "pool.engine_args.vocab_size=64")
 """For tests of the command and not of the model: an engine without torch starts sooner."""
 
 NUM_CLIENTS = 1000
+WARNING = "anybody who can reach this address can use it: set --api-key\n"
 
 
 @pytest.fixture
@@ -106,7 +108,8 @@ def test_a_stop_answers_every_one_of_many_waiting_clients(folder: Path) -> None:
 def test_a_server_with_a_key_lets_in_who_knows_it(folder: Path) -> None:
     model = save_model(folder / "tiny")
 
-    with serving(folder, model, [*ECHO, "--api-key", "secret"]) as server:
+    with serving(folder, model, [*ECHO, "--host", "0.0.0.0", "--api-key", "secret"]) as server:
+        assert WARNING not in greeting(server)
         body = {"prompt": "1", "max_tokens": 3}
         without = server.ask("/v1/completions", body)
         wrong = [
@@ -122,11 +125,26 @@ def test_a_server_with_a_key_lets_in_who_knows_it(folder: Path) -> None:
         assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
 
 
+def test_a_server_that_all_the_network_can_use_says_so(folder: Path) -> None:
+    model = save_model(folder / "tiny")
+
+    with serving(folder, model, [*ECHO, "--host", "0.0.0.0"]) as server:
+        assert WARNING in greeting(server)
+
+
+def greeting(server: Server) -> str:
+    """What a server shows behind its address."""
+    assert server.process.stdout is not None
+    lines = iter(server.process.stdout.readline, "")
+    return "".join(takewhile(lambda line: line != "Ctrl-C ends it\n", lines))
+
+
 def test_a_signal_to_one_actor_replaces_it_and_one_to_all_is_a_stop(folder: Path) -> None:
     model = save_model(folder / "tiny")
     body = {"prompt": "1", "max_tokens": 20, "seed": 1}
 
     with serving(folder, model, ECHO) as server:
+        assert WARNING not in greeting(server)
         expected = server.complete(**body)["choices"]
         for name in ("policy-0", "front"):
             os.kill(server.pids()[name], signal.SIGTERM)

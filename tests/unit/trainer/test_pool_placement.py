@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,7 +15,7 @@ from umbra.runtime.cluster.placement import Node, Plan
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.settings import from_wire, to_wire
-from umbra.trainer.config.trainer_config import TrainerConfig
+from umbra.trainer.config.trainer_config import ServeConfig, TrainerConfig
 from umbra.trainer.doctor.node_checks import cores_verdict
 from umbra.trainer.services.pool_specs import auxiliary_pool_spec, plan_pools
 from umbra.trainer.services.services import POOL, engine_pool_spec
@@ -138,19 +139,30 @@ def test_a_judge_keeps_its_own_variables_beside_its_gpus(model_dir: Path) -> Non
     config = config_of(model_dir, judge={"env": {"A": "1"}, "count": 1})
 
     plan = plan_of(config, ("0", "1"), ranks=2)
-    spec = auxiliary_pool_spec("judge", config, plan, "cuda", POOL, host_gets_idle=True)
-
-    busy = auxiliary_pool_spec("judge", config, plan, "cuda", POOL, host_gets_idle=False)
+    spec = auxiliary_pool_spec("judge", config, plan, "cuda", POOL)
 
     assert environments(spec) == [{"A": "1", "CUDA_VISIBLE_DEVICES": "0,1"}]
-    assert (spec.max_wait_s, busy.max_wait_s) == (None, 10.0)
+
+
+def test_a_judge_waits_for_idle_engines_only_where_the_policys_get_idle(model_dir: Path) -> None:
+    hybrid = config_of(model_dir, judge={"count": 1})
+    standalone = replace(hybrid, pool=replace(hybrid.pool, mode="standalone"))
+    served = ServeConfig(model=hybrid.model, pools=hybrid.pools)
+    plan = plan_of(hybrid, ("0", "1"), ranks=2)
+
+    waits_s = [
+        auxiliary_pool_spec("judge", config, plan, "cuda", POOL).max_wait_s
+        for config in (hybrid, standalone, served)
+    ]
+
+    assert waits_s == [None, 10.0, 10.0]
 
 
 def test_on_the_cpu_an_engine_inherits_its_environment(model_dir: Path) -> None:
     config = config_of(model_dir, judge={"env": {"CUDA_VISIBLE_DEVICES": ""}})
 
     plan = plan_of(config, ("0", "1"), ranks=2, device_type="cpu")
-    judge = auxiliary_pool_spec("judge", config, plan, "cpu", POOL, host_gets_idle=True)
+    judge = auxiliary_pool_spec("judge", config, plan, "cpu", POOL)
 
     assert plan.table() == []
     assert environments(policy_spec(config, plan, "cpu")) == [{}]

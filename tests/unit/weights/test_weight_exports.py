@@ -94,6 +94,15 @@ def test_exports_that_are_not_the_whole_model_are_refused(
         ExportedImage(manifest_of(tensors), [e.to_wire() for e in exports], FakeOpener(ipc))
 
 
+def test_a_part_of_no_tensor_is_refused(ipc: FakeIpc) -> None:
+    exports = export_rows(ipc, {"a": torch.randn(10, 3)}, 1)
+
+    with pytest.raises(ProtocolError, match="a part at image byte 0 belongs to no tensor"):
+        ExportedImage(
+            manifest_of({"a": torch.zeros(0)}), [e.to_wire() for e in exports], FakeOpener(ipc)
+        )
+
+
 def test_exports_that_were_read_are_not_read_again(ipc: FakeIpc) -> None:
     offer = ipc.export([(0, torch.randn(6, 2))])
     assert isinstance(offer, RankExports)
