@@ -135,10 +135,13 @@ class _RowReader:
                 f"{self._max_len}"
             )
         if num_endless == len(found):
+            ends = (
+                repr(self._tokenizer.decode_all([token])) for token in self._tokenizer.end_token_ids
+            )
             self._warn(
-                f"{key}: no row has an end token among those to learn, so that the model "
-                "does not learn to end its answers: check the chat template, and sft.max_len if "
-                "data.overlong cuts rows"
+                f"{key}: no row has an end token ({', '.join(ends)}) among those to learn, so that "
+                "the model does not learn to end its answers: add the one of the chat template to "
+                "eos_token_id in generation_config.json of model.path, or check sft.max_len"
             )
         return found
 

@@ -12,6 +12,7 @@ from typing import Any, Final
 import pytest
 from byte_tokenizer import END, byte_tokenizer
 from minimal_config import MINIMAL
+from training_models import save_model
 
 from umbra.runtime.errors import ConfigError, DataError
 from umbra.runtime.settings import annotations_of
@@ -20,6 +21,7 @@ from umbra.trainer.config.config_file import check_config
 from umbra.trainer.config.sft_config import RL_ONLY, SftConfig, SftSection
 from umbra.trainer.config.trainer_config import DataSection, TrainerConfig
 from umbra.trainer.data.sft_rows import SftRow, SftRows
+from umbra.trainer.sft.row_preparation import read_rows
 
 _HEAD = "{% for message in messages %}[{{ message.role }}]"
 _TAIL = "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -592,6 +594,18 @@ def test_the_example_of_the_page_is_a_config() -> None:
     found = check_config(SftConfig, tomllib.loads(example), "example")
 
     assert found.with_steps(1000).train.total_steps == 32  # 2 passes, 64 rows a step
+
+
+def test_answers_whose_end_is_no_end_token_of_the_model_are_warned_of(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    data, warnings = tmp_path / "rows.jsonl", list[str]()
+    data.write_text(json.dumps({"messages": [*CHAT[:1], {"role": "assistant", "content": "2"}]}))
+
+    read_rows(config(model={"path": tmp_path}, data={"train": data}), warnings.append)
+
+    (warning,) = warnings
+    assert "no row has an end token ('<eos>') among those to learn" in warning
+    assert "eos_token_id in generation_config.json of model.path" in warning
 
 
 def test_epochs_become_steps() -> None:
