@@ -124,18 +124,25 @@ def check_run_dir(run: RunSection, incarnation: int) -> None:
 
 
 def check_kind(config: TrainerConfig | SftConfig) -> None:
-    """Raises ConfigError if a run of RL training would be resumed by SFT, or the reverse."""
-    run, recorded = config.run, _recorded(config.run.dir, "settings")
-    if run.resume == "never" or not recorded:
+    """Raises ConfigError if RL training would continue a run of SFT, or the reverse: that in the
+    run directory, or that of the checkpoint that `run.resume` names."""
+    run = config.run
+    if run.resume == "never":
         return
-    was_sft = "sft" in recorded
-    if was_sft != isinstance(config, SftConfig):
-        module = "umbra.trainer.sft" if was_sft else "umbra.trainer"
-        raise ConfigError(
-            f"run.dir: {run.dir} holds a run of {module}, which run.resume = {run.resume!r} would "
-            f"continue: resume it by {module}, or begin with its result, model.path = "
-            f"'{RunDir(run.dir).export}', in another directory"
-        )
+    holders = {"run.dir": run.dir}
+    if run.resume != "auto":
+        holders["run.resume"] = Path(run.resume).absolute().parent.parent
+    for name, folder in holders.items():
+        recorded = _recorded(folder, "settings")
+        was_sft = "sft" in recorded
+        if recorded and was_sft != isinstance(config, SftConfig):
+            module = "umbra.trainer.sft" if was_sft else "umbra.trainer"
+            raise ConfigError(
+                f"{name}: {folder} holds a run of {module}, which run.resume = {run.resume!r} "
+                f"would continue: resume it by {module}, or begin with its result, model.path = "
+                f"'{RunDir(folder).export}' or what umbra export makes of a checkpoint, in another "
+                "directory"
+            )
 
 
 def _what_to_do(run_dir: Path) -> str:

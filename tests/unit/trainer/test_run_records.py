@@ -743,14 +743,19 @@ def test_rl_resumes_no_run_of_sft_and_sft_none_of_rl(
     shared = {name: MINIMAL[name] for name in ("model", "data", "train")}
     configs = check_config(TrainerConfig, MINIMAL, "-"), check_config(SftConfig, shared, "-")
     fresh = [replace(each, run=RunSection(dir=tmp_path)) for each in configs]
-    resuming = [replace(each, run=RunSection(dir=tmp_path, resume="auto")) for each in configs]
-
     record_settings(fresh[recorded], {})
-
-    check_kind(resuming[recorded])
     check_kind(fresh[1 - recorded])
-    with pytest.raises(ConfigError, match=rf"a run of {program}, .* = '{tmp_path}/export'"):
-        check_kind(resuming[1 - recorded])
+
+    named = str(tmp_path / "checkpoints" / "step-000002")
+    for key, section in (
+        ("run.dir", RunSection(dir=tmp_path, resume="auto")),
+        ("run.resume", RunSection(dir=tmp_path / "new", resume=named)),
+    ):
+        resuming = [replace(each, run=section) for each in configs]
+        check_kind(resuming[recorded])
+        said = rf"{key}: {tmp_path} holds a run of {program}, .* = '{tmp_path}/export'"
+        with pytest.raises(ConfigError, match=said):
+            check_kind(resuming[1 - recorded])
 
 
 def test_a_fresh_start_clears_what_an_earlier_run_left_and_nothing_else(tmp_path: Path) -> None:
