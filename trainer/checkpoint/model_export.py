@@ -20,7 +20,12 @@ from torch.distributed.tensor import DTensor
 
 from umbra.runtime.disk import check_free_space
 from umbra.runtime.engine_api.lora import is_of_experts, module_shapes
-from umbra.runtime.engine_api.weight_files import has_own_head, local_model, untied
+from umbra.runtime.engine_api.weight_files import (
+    has_own_head,
+    local_model,
+    snapshot_name,
+    untied,
+)
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.settings import from_wire
 from umbra.runtime.text.model_files import read_model_config
@@ -246,14 +251,15 @@ def write_adapters(folder: Path, source: ModelSection, adapters: Mapping[str, Te
     """Writes the folder `adapter`, if there are any, as PEFT's save_pretrained does."""
     if not adapters:
         return
-    lora, path = source.lora, folder / ADAPTER
+    lora, path, hub_name = source.lora, folder / ADAPTER, snapshot_name(source.path)
     modules = module_shapes({name: tuple(matrix.shape) for name, matrix in adapters.items()})
     layers = [name for name in modules if not is_of_experts(name)]
     targets = [target for target in lora.targets if not is_of_experts(target)]
     config: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(source.path),
+        "base_model_name_or_path": hub_name or str(source.path.resolve()),
+        "revision": source.path.name if hub_name else None,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "use_rslora": lora.rslora,

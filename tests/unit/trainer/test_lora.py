@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from training_models import listed, make_model, save_model
 
 from umbra.runtime.engine_api.lora import matrix_shapes
 from umbra.runtime.errors import ConfigError
+from umbra.trainer.checkpoint.model_export import write_adapters
 from umbra.trainer.config.trainer_config import LoraSection, ModelSection
 from umbra.trainer.model.lora_layers import (
     LoraAdapters,
@@ -266,3 +268,25 @@ def test_a_rank_that_no_weight_has_is_refused_before_a_start(tmp_path: Path) -> 
     check_lora(config_with("model.lora.rank=32", model_dir=folder).model)
     with pytest.raises(ConfigError, match="rank = 33 exceeds 32, the largest rank of the weights"):
         check_lora(config_with("model.lora.rank=33", model_dir=folder).model)
+
+
+SNAPSHOT = "hub/models--Qwen--Qwen3-0.6B/snapshots/c1899de289a0"
+
+
+@pytest.mark.parametrize(
+    ("path", "base", "revision"),
+    [("qa/model", "{here}/qa/model", None), (SNAPSHOT, "Qwen/Qwen3-0.6B", "c1899de289a0")],
+    ids=["folder", "hub"],
+)
+def test_exported_adapters_name_a_base_that_any_folder_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, base: str, revision: str | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = ModelSection(path=Path(path), lora=LoraSection(rank=RANK))
+    matrices = {f"q_proj.lora_{each}.weight": torch.ones(RANK, RANK) for each in "AB"}
+
+    write_adapters(Path(), source, matrices)
+
+    config = json.loads(Path("adapter/adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == base.format(here=tmp_path.resolve())
+    assert config["revision"] == revision
