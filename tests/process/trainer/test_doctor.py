@@ -20,7 +20,7 @@ from umbra.trainer.doctor.node_checks import listen
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 _REWARDS: Final = """
-import os, signal
+import os, signal, time
 
 def score(prompts, completions, answer):
     return [len(completion) for completion in completions]
@@ -30,7 +30,15 @@ def raises(prompts, completions, **columns):
 
 def exits(prompts, completions, **columns):
     os.kill(os.getpid(), signal.SIGKILL)
+
+def hangs(completions, **columns):
+    time.sleep(1000)
+
+async def blocks(completions, **columns):
+    time.sleep(1000)
 """
+_HANGS: Final = "reward.function=rewards:hangs reward.timeout_s=2"
+_BLOCKS: Final = "reward.function=rewards:blocks reward.timeout_s=8"
 
 
 @pytest.fixture
@@ -174,6 +182,8 @@ def test_all_is_well(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("first reward", "data.train=other.jsonl", "takes ['answer'], which the data set lacks"),
         ("first reward", "reward.function=rewards:raises", "raised ZeroDivisionError"),
         ("first reward", "reward.function=rewards:exits", "killed by SIGKILL"),
+        ("first reward", _HANGS, "rewards.py:14 in hangs: time.sleep(1000)"),
+        ("first reward", _BLOCKS, "rewards.py:17 in blocks: time.sleep(1000)"),
         ("run directory", "run.dir=train.jsonl/run", "is a file, not a folder"),
         ("run directory", "run.resume=none", "checkpoint none does not exist"),
         ("run directory", "run.resume=checkpoints/step-7", "step-7 has format 0, and this version"),
@@ -188,7 +198,7 @@ def test_what_would_end_a_run_fails_its_check_alone(
     if check == "GPUs" and _has_gpu():
         pytest.skip("there is a GPU")
 
-    status = main(["doctor", str(config), setting])
+    status = main(["doctor", str(config), *setting.split()])
 
     output = capsys.readouterr().out
     found = verdicts(output)
