@@ -4,24 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, cast
 
+import numpy as np
 import torch
 
 from umbra.runtime.text.model_tokenizer import ModelTokenizer, tokenizer_path
 from umbra.trainer.algorithms.advantages import batch_advantages, normalize_over_batch
-from umbra.trainer.algorithms.base import AdvantageEstimator, PolicyLoss
+from umbra.trainer.algorithms.base import AdvantageEstimator, PolicyLoss, load_loss
 from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore
 from umbra.trainer.checkpoint.model_export import export_policy
 from umbra.trainer.checkpoint.run_dir import RunDir, begin_run
 from umbra.trainer.config.algorithm_names import LOSSES, TOKEN_ADVANTAGES
 from umbra.trainer.config.trainer_config import RunSection, TrainerConfig
-from umbra.trainer.data.train_batch import TrainBatch
+from umbra.trainer.data.train_batch import TrainBatch, random_batch
 from umbra.trainer.logprob_check import LogprobCheck
 from umbra.trainer.model.micro_batches import MicroBatchBuilder
 from umbra.trainer.model.model_loading import load_model
 from umbra.trainer.model.train_model import CRITIC, POLICY, REFERENCE, TrainModel
 from umbra.trainer.objective import PolicyObjective
 from umbra.trainer.reporting.console import ProgressDisplay
+from umbra.trainer.services.memory_needs import LargestMicroBatch
+from umbra.trainer.services.services import max_context_len
 from umbra.trainer.step import TrainStep
 from umbra.trainer.world.mesh import Mesh, from_lead
 
@@ -69,6 +73,22 @@ def make_train_step(
     )
     critic = config.critic if config.has_critic else None
     return TrainStep(models, builder, train, PolicyObjective(train, loss), warn, check, critic)
+
+
+def warm_up(config: TrainerConfig, mesh: Mesh, models: dict[str, TrainModel], step: int) -> None:
+    """Runs the passes of a step's largest micro-batch: torch compiles kernels for these sizes. The
+    loss, which is not compiled, is umbra's, because a user's may count its calls. Collective."""
+    rollout, num_parts = config.rollout, config.train.mini_batches * mesh.world_size
+    longest = min(rollout.max_new_tokens, max_context_len(config) - 1)
+    prompt_len = min(max_context_len(config) - longest, longest)
+    num_samples = -(-config.samples_per_step // num_parts)
+    lens = np.random.default_rng(mesh.rank).integers(-(-longest // 3), longest + 1, num_samples)
+    costs = lens + prompt_len * (np.arange(num_samples) % rollout.group_size == 0)
+    num_tokens = LargestMicroBatch.of(config, mesh.world_size).num_tokens
+    lens = lens[: max(1, np.count_nonzero(np.cumsum(costs) <= num_tokens))]
+    vocab_size: int = cast("Any", models[POLICY].model).config.get_text_config().vocab_size
+    batch = random_batch(lens, prompt_len, rollout.group_size, vocab_size, mesh.rank)
+    make_train_step(config, mesh, models, load_loss("clipped"), print, None).warm_up(batch, step)
 
 
 def add_advantages(config: TrainerConfig, estimate: AdvantageEstimator, batch: TrainBatch) -> None:

@@ -24,7 +24,7 @@ from umbra.trainer.model.host_offload import HostOffload
 from umbra.trainer.model.merged_weights import MergedWeights
 from umbra.trainer.model.train_model import TrainModel
 from umbra.trainer.reporting.memory_metrics import GpuMemorySeen
-from umbra.trainer.services.memory_needs import SLEEPING_TAGS
+from umbra.trainer.services.memory_needs import SLEEPING_TAGS, trains_early
 from umbra.trainer.services.services import MANAGER, POOL
 from umbra.trainer.world.mesh import Mesh, any_rank, first_text, from_lead
 from umbra.trainer.world.signals import StopRequested, StopSignals
@@ -104,7 +104,7 @@ class PolicyEngines:
         self._stop = stop
         self._note = note
         self._room = TrainingRoom(mesh.device, memory.training_nbytes)
-        self._lean_nbytes = memory.training_nbytes - memory.logits_nbytes
+        self._memory = memory
         self._shortage = RunDir(config.run.dir).out_of_memory
         self._sleeps = SLEEPING_TAGS[config.pool.sleep]
         may_need_less = policy.keeps_logits or (self._is_hybrid and self._sleeps != ALL_TAGS)
@@ -205,7 +205,8 @@ class PolicyEngines:
 
     def _stop_keeping_logits(self) -> None:
         self._policy.keeps_logits = False
-        self._room = TrainingRoom(self._mesh.device, self._lean_nbytes)
+        lean_nbytes = self._memory.training_nbytes - self._memory.logits_nbytes
+        self._room = TrainingRoom(self._mesh.device, lean_nbytes)
 
     def _recorded_remedy(self) -> str:
         """The remedy that the run recorded when it last ran out of memory; "" if it never did."""
@@ -219,14 +220,22 @@ class PolicyEngines:
         any_rank(False)  # a barrier: no rank takes memory before the engines have released it
         return "" if self._frees == ALL_TAGS else self._room.lack()
 
+    def may_warm_up(self, step: int) -> bool:
+        """Whether to compile the passes of step `step` (from 0) while engines start. Collective."""
+        config, device = self._config, self._mesh.device
+        is_due = config.train.compile is True and step < config.train.total_steps
+        is_due &= not self._sleeps and trains_early(config, POOL, self._memory, device.type)
+        room = TrainingRoom(device, self._memory.shared_nbytes)
+        return not any_rank(bool(room.lack()) or not is_due)
+
     @contextmanager
-    def training_step(self) -> Generator[None]:
-        """The ranks train in the block. One that runs out of memory leaves the others in a
-        collective, so the step is not repeated: the run ends, and needs less when it resumes."""
+    def training_step(self, *, is_warm_up: bool = False) -> Generator[None]:
+        """The ranks train or warm up in the block. One that runs out of memory leaves the others in
+        a collective, so nothing is repeated: the run ends, and needs less when it resumes."""
         try:
             yield
         except RuntimeError as error:  # libraries have errors of their own for it
-            is_awake = self._is_hybrid and self._frees != ALL_TAGS
+            is_awake = self._is_hybrid and (is_warm_up or self._frees != ALL_TAGS)
             may_need_less = is_awake or self._policy.keeps_logits
             if not may_need_less or not lacks_gpu_memory(str(error)):
                 raise
@@ -237,7 +246,8 @@ class PolicyEngines:
                 f"training ran out of memory{beside}: {error}. Resume the run: from now on, "
                 f"{remedy}"
             ) from error
-        self._room.measure()
+        if not is_warm_up:
+            self._room.measure()
 
     def sleep_if_awake(self) -> None:
         if any_rank(self._offload.is_away):  # a signal may have reached only some ranks

@@ -32,6 +32,7 @@ from umbra.trainer.learning import (
     find_resume_point,
     load_models,
     make_train_step,
+    warm_up,
 )
 from umbra.trainer.logprob_check import LogprobCheck
 from umbra.trainer.model.host_offload import HostOffload
@@ -117,6 +118,7 @@ class TrainingRun:
             self._start_rollouts()
             self._load_models()
             state = self._resume(resumed_from)
+            self._warm_up()
             self._by_starter(ServiceStarter.wait)
             self._engines.begin(state, resumed_from)
             self._open_reports(stack)
@@ -207,6 +209,14 @@ class TrainingRun:
         self.step = self._first_step = self._saved_step = state.step
         self._offload.release_cache()  # loading filled it, and engines are starting
         return state
+
+    def _warm_up(self) -> None:
+        """Compiles the training step while engines start."""
+        if self._engines.may_warm_up(self.step):
+            compiling = self._display.activity("compiling the training step")
+            with compiling, self._engines.training_step(is_warm_up=True):
+                warm_up(self.config, self._mesh, self._models, self.step)
+            self._offload.release_cache()  # engines are starting
 
     def _open_reports(self, stack: ExitStack) -> None:
         train, is_lead = self.config.train, self._mesh.is_lead

@@ -104,13 +104,9 @@ class TrainStep:
         every = self._train.reference_every
         if self._reference is not None and every and step and step % every == 0:
             self._reference.copy_from(self._policy)
-        train = self._train
         learners = [each for each in self._learners if step >= each.first_step]
         mini_batches = self._builder.build(batch)
-        micro_batches = list(chain(*mini_batches))
-        needs_proximal = train.advantage in TOKEN_ADVANTAGES and train.kl_in_reward
-        is_proximal = learners != self._learners or needs_proximal or len(mini_batches) > 1
-        metrics_of_scores = self._score(micro_batches, is_proximal=is_proximal)
+        metrics_of_scores = self._score(mini_batches, step)
         metrics: dict[str, float] = {}
         norms: dict[str, list[float]] = {learner.prefix: [] for learner in learners}
         for update in range(self._train.updates_per_batch):
@@ -120,7 +116,7 @@ class TrainStep:
                     with span("forward and backward", micro_batches=len(mini_batch)):
                         learner.accumulate(mini_batch, its_totals)
                     if update == idx == 0 and learner is learners[0] and self._check is not None:
-                        metrics |= self._check.run(batch, micro_batches, step)
+                        metrics |= self._check.run(batch, [*chain(*mini_batches)], step)
                     applied = self._step(learner, batch, mini_batch, step)
                     metrics |= applied
                     norms[learner.prefix].append(applied[f"{learner.prefix}grad_norm"])
@@ -137,14 +133,28 @@ class TrainStep:
         metrics |= metrics_of_scores()
         return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
+    def warm_up(self, batch: TrainBatch, step: int) -> None:
+        """Computes what step `step` does before it changes a parameter, with the mini-batch of
+        `batch` in the place of each, and drops the gradients. Collective."""
+        mini_batches = self._builder.build(batch) * self._train.mini_batches
+        metrics_of_scores = self._score(mini_batches, step)
+        for learner in self._learners:
+            learner.accumulate(mini_batches[0], MetricTotals())
+            learner.model.clear_gradients()
+        metrics_of_scores()
+
     def _score(
-        self, micro_batches: Sequence[MicroBatch], *, is_proximal: bool
+        self, mini_batches: Sequence[Sequence[MicroBatch]], step: int
     ) -> Callable[[], dict[str, float]]:
         """Adds the scores of other models, before a parameter changes, and the advantages of
         tokens; what it returns waits for these, and returns their metrics. With a single
         mini-batch, the first update of the policy computes the proximal logprobs itself."""
+        train, micro_batches = self._train, list(chain(*mini_batches))
+        needs_proximal = train.advantage in TOKEN_ADVANTAGES and train.kl_in_reward
+        needs_proximal |= any(step < learner.first_step for learner in self._learners)
+        is_proximal = needs_proximal or len(mini_batches) > 1
         for micro_batch in micro_batches:
-            if self._train.kl_coef:
+            if train.kl_coef:
                 policy, reference = self._policy, self._reference
                 measure = reference.measure if reference else policy.measure_start
                 micro_batch.columns[REFERENCE_LOGPROBS] = measure(micro_batch).logprobs
@@ -154,11 +164,11 @@ class TrainStep:
             if self._critic is not None:
                 values = self._learners[-1].model.measure(micro_batch)
                 micro_batch.columns[VALUES] = values.logprobs
-        target = TOKEN_ADVANTAGES.get(self._train.advantage)
+        target = TOKEN_ADVANTAGES.get(train.advantage)
         if target is None:
             return dict[str, float]
         add = load_function(target, "train.advantage")
-        return add(micro_batches, self._critic, self._train)
+        return add(micro_batches, self._critic, train)
 
     def _step(
         self, learner: Learner, batch: TrainBatch, mini_batch: Sequence[MicroBatch], step: int

@@ -86,7 +86,7 @@ class MemoryPlan:
     """The expected memory by phase, node and GPU, where needs are known, and KV caches by pool.
     `activations_fit` is the forecast for training; `notes` are sentences for the user.
     `training_nbytes` is the most that a rank takes from torch's allocator; `logits_nbytes` of them
-    are for kept logits."""
+    are for kept logits. `shared_nbytes` is the most with the engines that are on its GPU then."""
 
     kv_num_tokens: Mapping[str, int] = field(default_factory=dict[str, int])
     expected_nbytes: Mapping[Phase, Mapping[tuple[int, int], int]] = field(
@@ -96,6 +96,7 @@ class MemoryPlan:
     notes: tuple[str, ...] = ()
     training_nbytes: int = 0
     logits_nbytes: int = 0
+    shared_nbytes: int = 0
 
     @property
     def gpus(self) -> list[int]:
@@ -175,15 +176,17 @@ def plan_memory(
                         + (", and pool.sleep 'auto' or 'all'" if reserve else "")
                     )
             expected.setdefault(phase, {})[cell] = total
-    training_nbytes = 0
+    training_nbytes = shared_nbytes = 0
     if rank is not None:
         training_nbytes = rank.training_nbytes + rank.activations_nbytes - rank.context_nbytes
+        shared_nbytes = max(expected["train"][cell] for cell in tenants.ranks) - rank.context_nbytes
     return MemoryPlan(
         kv_num_tokens=sizes,
         expected_nbytes=expected,
         activations_fit=activations_fit,
         notes=tuple(notes),
         training_nbytes=training_nbytes,
+        shared_nbytes=shared_nbytes,
     )
 
 

@@ -37,6 +37,7 @@ class EngineKind:
         has_lora: the engine takes `lora_adapters`.
         max_lora_rank: largest rank of the LoRA adapters that syncs may bring; 0: none.
         has_known_memory: ENGINE_AWAKE_NBYTES and ENGINE_ASLEEP_NBYTES hold for it.
+        measures_free_memory: memory that is free as it starts bounds its KV cache, also a set one.
         share_option: the option that sizes the KV cache by a share of the GPU; "": there is none.
         min_temperature: lowest above 0 (greedy). vLLM raises lower ones to it, and would return
             the logprobs of another distribution.
@@ -53,6 +54,7 @@ class EngineKind:
     has_lora: bool = False
     max_lora_rank: int = 0
     has_known_memory: bool = False
+    measures_free_memory: bool = False
     share_option: str = ""
     min_temperature: float = MIN_TEMPERATURE
     truncates_logprobs: bool = True
@@ -115,6 +117,7 @@ ENGINES: Final[Mapping[str, EngineKind]] = {
         parallel_option="tp_size",
         max_lora_rank=ANY_LORA_RANK,
         has_known_memory=True,
+        measures_free_memory=True,
         share_option="mem_fraction_static",
         truncates_logprobs=False,
         sleeps_by_part=True,

@@ -5,10 +5,10 @@
 Weights and samples come from a seed. A case is a shape, how FSDP wraps it if that is not the
 default ("135M/root"), and whether logits are kept ("0.6B/root/kept"). Each mode is a process:
 "eager" does not compile, "cold" compiles with empty caches and measures no more, "warm" compiles
-with those that "cold" has left. Prints, for each mode and case: the first step; steps of other
-lengths, with what torch compiled in them, and their share of the GPU's peak; their parts, with a
-synchronisation after each, and the time that Python took to issue the work; and the kernels that
-took the most time.
+with those that "cold" has left, and "early" before the first step, as a run does while engines
+start. Prints, for each mode and case: the first step; steps of other lengths, with what torch
+compiled in them, and their share of the GPU's peak; their parts, with a synchronisation after each,
+and the time that Python took to issue the work; and the kernels that took the most time.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -26,7 +26,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 from unittest import mock
@@ -41,13 +41,7 @@ from umbra.runtime.rollout.manager.batch_answers import plan_batch
 from umbra.trainer.algorithms.base import load_loss
 from umbra.trainer.checkpoint.run_dir import VersionCounter
 from umbra.trainer.config.trainer_config import TrainSection
-from umbra.trainer.data.train_batch import (
-    ADVANTAGES,
-    ROLLOUT_LOGPROBS,
-    MiniBatch,
-    RewardGroups,
-    TrainBatch,
-)
+from umbra.trainer.data.train_batch import MiniBatch, TrainBatch, random_batch
 from umbra.trainer.logprob_check import LogprobCheck
 from umbra.trainer.model.micro_batches import MicroBatchBuilder
 from umbra.trainer.model.packed_attention import PACKED_ATTENTION, register_packed_attention
@@ -76,10 +70,6 @@ class Work:
     length: int
 
 
-NO_GROUPS: Final = RewardGroups(
-    np.zeros((1, 0), np.float32), np.zeros(1, np.int32), np.zeros(0, np.int32)
-)
-# The samples have their advantages.
 WORKS: Final = {
     "135M": Work(num_groups=64, group_size=8, prompt_len=40, length=20),
     "0.6B": Work(num_groups=16, group_size=8, prompt_len=64, length=512),
@@ -89,33 +79,15 @@ WORKS: Final = {
 
 
 def make_batch(work: Work, vocab_size: int, seed: int) -> TrainBatch:
-    generator = np.random.default_rng(seed)
     num_samples = work.num_groups * work.group_size
-    lens = generator.integers(work.length // 2, work.length * 3 // 2, num_samples)
-    prompts = generator.integers(0, vocab_size, (work.num_groups, work.prompt_len))
-    rows = [
-        np.concatenate([prompts[idx // work.group_size], generator.integers(0, vocab_size, size)])
-        for idx, size in enumerate(lens)
-    ]
-    shapes = [GroupShape(work.prompt_len, each.tolist()) for each in np.split(lens, len(prompts))]
+    longest = work.length * 3 // 2
+    lens = np.random.default_rng(seed).integers(work.length // 2, longest, num_samples)
+    batch = random_batch(lens, work.prompt_len, work.group_size, vocab_size, seed)
+    groups = np.split(lens, work.num_groups)
+    shapes = [GroupShape(work.prompt_len, each.tolist()) for each in groups]
     (plan,) = plan_batch(shapes, 1, max_tokens_per_micro_batch=MICRO_BATCH_TOKENS)
-    masks = [np.arange(len(row)) >= work.prompt_len for row in rows]
-    num_tokens = sum(map(len, rows))
-    return TrainBatch(
-        tokens=np.concatenate(rows).astype(np.int32),
-        offsets=np.cumsum([0, *map(len, rows)]).astype(np.int32),
-        prompt_lens=np.full(num_samples, work.prompt_len, np.int32),
-        mask=np.concatenate(masks).astype(np.uint8),
-        versions=np.ones(num_tokens, np.int64),
-        columns={
-            ROLLOUT_LOGPROBS: np.full(num_tokens, -np.log(vocab_size), np.float32),
-            ADVANTAGES: generator.standard_normal(num_tokens).astype(np.float32),
-        },
-        groups=NO_GROUPS,
-        sample_ids=[str(idx) for idx in range(num_samples)],
-        mini_batches=[MiniBatch(plan.micro_batches, int(lens.sum()), num_samples)],
-        metrics={},
-    )
+    mini_batch = MiniBatch(plan.micro_batches, int(lens.sum()), num_samples)
+    return replace(batch, mini_batches=[mini_batch])
 
 
 class Case:
@@ -242,6 +214,11 @@ def num_compiled() -> tuple[int, int]:
 
 def measure(name: str, mesh: Mesh, mode: str) -> None:
     case = Case(name, mesh, compiles=mode != "eager")
+    if mode == "early":
+        began = time.perf_counter()
+        case.train_step.warm_up(case.batch(), 0)
+        case.synchronize()
+        print(f"{mode} {name}: compiled in {time.perf_counter() - began:.2f} s: {num_compiled()}")
     first = case.run(case.batch())
     graphs, breaks = num_compiled()
     print(f"{mode} {name}: first step {first:.2f} s ({graphs} graphs, {breaks} graph breaks)")

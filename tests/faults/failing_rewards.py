@@ -1,4 +1,4 @@
-"""Reward functions with the mistakes that users make, and an engine that dies in each sync."""
+"""Reward functions with the mistakes that users make, and engines that die."""
 
 from __future__ import annotations
 
@@ -62,6 +62,15 @@ def _start_daemon(pid_file: str) -> None:
     os.waitpid(middle, 0)
     os.read(read_fd, 1)  # until the daemon has closed its end, too, by its exec
     os.close(read_fd)
+
+
+class DiesInStart(EchoEngine):
+    """Ends its process, once the ranks compile."""
+
+    def __init__(self, **_: Any) -> None:
+        while not os.path.exists(os.environ["COMPILING"]):
+            time.sleep(0.02)
+        os._exit(6)
 
 
 class DiesInSync(EchoEngine):

@@ -81,6 +81,19 @@ def test_an_engine_that_dies_in_every_sync_fails_the_run_on_every_rank(folder: P
     assert re.search(note, ended.output, re.MULTILINE), ended.output
 
 
+def test_an_engine_that_cannot_start_ends_ranks_that_compile_meanwhile(folder: Path) -> None:
+    settings = ("pool.engine=failing_rewards:DiesInStart", "pool.sleep=none", "pool.max_restarts=0")
+    environ = {"HELD": "1", "COMPILING": str(folder / "compiling")}
+
+    with start_run(
+        folder, *settings, "train.compile=true", program="compiling_trainer", environ=environ
+    ) as run:
+        ended = run.wait()
+
+    ended.check_failed("policy-0#1 failed to start", "exited with status 6")
+    assert run.num_steps() == 0
+
+
 def test_a_run_directory_in_which_another_run_works_is_refused(folder: Path) -> None:
     (folder / "run").mkdir()
     with RunLock(folder / "run"), start_run(folder, "run.overwrite=true") as run:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,11 +33,15 @@ BOTH = "kv_cache, weights"
 
 
 def trained(
-    folder: Path, *settings: str, steps: int = STEPS, **options: Any
+    folder: Path,
+    *settings: str,
+    steps: int = STEPS,
+    limit_s: float = START_LIMIT_S,
+    **options: Any,
 ) -> tuple[list[float], list[Event], str]:
     """The rewards of the steps, the timeline, and the output."""
     with start_run(folder, *SETTINGS, f"train.steps={steps}", *settings, **options) as run:
-        ended = run.wait()
+        ended = run.wait(limit_s)
     assert ended.status == 0, ended.output
     path = folder / "all.json.gz"
     assert main(["trace", str(run.run_dir), "-o", str(path)]) == 0
@@ -72,6 +77,75 @@ def test_engines_free_what_is_asked_from_the_third_step_on(
     for engine in ("policy-0", "policy-1"):
         later = [] if sleep == "none" else [sleep] * (STEPS - 2)
         assert freed(events, engine) == [BOTH, BOTH, *later]
+
+
+COMPILES = ("pool.sleep=none", "train.compile=true")
+TRACING_LIMIT_S = 300.0
+"""From the start to the end of a run that traces its passes."""
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "settings"),
+    [
+        (1, ["train.kl_coef=0.1"]),
+        (2, ["model.lora.rank=2", "train.loss=odd_losses:nan_in_step_2", "train.skip_nonfinite=1"]),
+    ],
+)
+def test_a_run_that_compiles_while_engines_start_compiles_nothing_later_and_trains_the_same(
+    folder: Path, assets: Path, num_ranks: int, settings: list[str]
+) -> None:
+    """The loss counts its calls."""
+    found: list[list[dict[str, float]]] = []
+    outputs: list[str] = []
+    for name in ("WARMED", "UNWARMED"):
+        own = folder / name
+        own.mkdir()
+        write_config(own, assets)
+        *_, output = trained(
+            own,
+            *COMPILES,
+            *settings,
+            steps=2,
+            limit_s=TRACING_LIMIT_S,
+            num_ranks=num_ranks,
+            program="compiling_trainer",
+            environ={name: "1"},
+        )
+        rows = read_metrics(own / "run/metrics.jsonl")
+        kept = ("train/", "rollout/reward", "rollout/tokens")
+        found.append([{k: v for k, v in row.items() if k.startswith(kept)} for row in rows])
+        outputs.append(output)
+
+    warmed, unwarmed = outputs
+    for rank in range(num_ranks):
+        for step in (1, 2):
+            (line,) = re.findall(rf"rank {rank} step {step}: (.*)", warmed)
+            assert re.fullmatch(r"[1-9]\d* graphs, 0 more", line), warmed
+        assert f"rank {rank} step 1: 0 graphs, " in unwarmed, unwarmed
+    assert without_speed(found[0]) == without_speed(found[1])
+
+
+def without_speed(rows: list[dict[str, float]]) -> list[dict[str, float]]:
+    return [{k: v for k, v in row.items() if not k.endswith("_per_s")} for row in rows]
+
+
+def test_a_rank_without_memory_to_compile_ends_the_run_which_resumes_beside_sleepers(
+    folder: Path,
+) -> None:
+    _, events, output = trained(
+        folder,
+        *COMPILES,
+        limit_s=TRACING_LIMIT_S,
+        program="compiling_trainer",
+        environ={"SHORT": "1"},
+        torchrun=("--standalone", "--max-restarts=1"),
+    )
+
+    assert "training ran out of memory beside engines that stayed awake" in output
+    remedy = "engines sleep while the trainer computes, because this run ran out of memory;"
+    assert output.count(remedy) == 1, output
+    assert "step 1: 0 graphs" in output  # it did not try again
+    assert freed(events) == [BOTH] * STEPS
 
 
 def test_an_awake_engine_that_dies_in_training_is_back_before_its_end(

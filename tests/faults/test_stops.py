@@ -106,6 +106,22 @@ def test_sigterm_while_processes_start_ends_them(folder: Path) -> None:
     assert "  stopped by SIGTERM before the first step; nothing was saved\n" in ended.output
 
 
+@pytest.mark.parametrize("name", ["torchrun", "rank 1"])
+def test_sigterm_while_ranks_compile_before_the_engines_serve_ends_them(
+    folder: Path, name: str
+) -> None:
+    settings = ("train.compile=true", "pool.sleep=none")
+    held = {"HELD": "1"}
+    with start_run(folder, *settings, program="compiling_trainer", environ=held) as run:
+        compiling = folder / "compiling"
+        run.wait_for("a compiler", lambda: compiling.exists() or None, timeout_s=90.0)
+        ended = stop(run, signal.SIGTERM, name)
+
+    assert run.num_steps() == 0
+    if name == "torchrun":
+        assert "  stopped by SIGTERM before the first step; nothing was saved\n" in ended.output
+
+
 def _has_synced(run: Run) -> bool | None:
     log = run.run_dir / "logs" / "supervisor.log"
     return (log.exists() and "version 1 is on policy-0" in log.read_text()) or None

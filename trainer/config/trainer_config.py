@@ -462,9 +462,10 @@ class TrainSection(Settings):
             the block again: a third more work for far less memory. "auto" is "full" where the
             memory plan has no room for all activations.
         compile: Whether torch.compile compiles decoder blocks, log-probabilities and
-            "adamw_8bit": steps take up to half the time and less memory, the first one up to a
-            minute more. "auto" compiles models of 0.5 B parameters and above on GPUs, with a C++
-            compiler and headers of Python and torch.
+            "adamw_8bit": steps take up to half the time and less memory. Compiling takes up to a
+            minute: while engines start, if they are standalone or, without SGLang, `pool.sleep` is
+            "none", else in the first step. "auto" compiles models of 0.5 B parameters and above on
+            GPUs, with a C++ compiler and headers of Python and torch.
         offload: What goes to host memory while engines generate that sleep in training
             (`pool.sleep`): "optimizer" the optimizer's state and the moving average, "all" the
             parameters too.

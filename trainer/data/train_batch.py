@@ -109,3 +109,31 @@ class TrainBatch:
         """[N], whether a sample has a token for which [T] is true."""
         counts = np.concatenate([np.zeros(1, np.int64), np.cumsum(is_so)])
         return np.diff(counts[self.offsets]) > 0
+
+
+def random_batch(
+    lens: NDArray[np.int64], prompt_len: int, group_size: int, vocab_size: int, seed: int
+) -> TrainBatch:
+    """A micro-batch of completions of `lens` tokens, [N], with advantages. Each `group_size` of
+    them have a prompt in common."""
+    generator, num_samples = np.random.default_rng(seed), len(lens)
+    offsets = np.cumsum([0, *(prompt_len + lens)], dtype=np.int32)
+    tokens = generator.integers(0, vocab_size, offsets[-1], np.int32)
+    prompts = generator.integers(0, vocab_size, (num_samples, prompt_len), np.int32)
+    mask = np.arange(len(tokens)) - np.repeat(offsets[:-1], np.diff(offsets)) >= prompt_len
+    tokens[~mask] = prompts[np.arange(num_samples) // group_size].ravel()
+    return TrainBatch(
+        tokens=tokens,
+        offsets=offsets,
+        prompt_lens=np.full(num_samples, prompt_len, np.int32),
+        mask=mask.astype(np.uint8),
+        versions=np.ones(len(tokens), np.int64),
+        columns={
+            ROLLOUT_LOGPROBS: np.full(len(tokens), -np.log(vocab_size), np.float32),
+            ADVANTAGES: generator.standard_normal(len(tokens), np.float32),
+        },
+        groups=RewardGroups(np.zeros((1, 0), np.float32), offsets[:1], offsets[:0]),
+        sample_ids=[str(idx) for idx in range(num_samples)],
+        mini_batches=[MiniBatch([range(num_samples)], int(lens.sum()), num_samples)],
+        metrics={},
+    )

@@ -173,6 +173,17 @@ def _less_sleep(config: TrainerConfig) -> Sequence[Sleep]:
     return ("none", "kv_cache", "weights") if by_part else ("none",)
 
 
+def trains_early(config: TrainerConfig, host: str, memory: MemoryPlan, device_type: str) -> bool:
+    """Whether ranks may train while engines start that then stay awake: `memory`, of these
+    settings, has room for all, and no engine beside a rank looks at what is free."""
+    is_planned, kind = memory.shared_nbytes > 0, engine_kind(config.pool.engine)
+    if config.pool.mode == "hybrid":
+        is_planned = host in memory.kv_num_tokens
+        if kind.measures_free_memory or any(p.mode == "colocated" for p in config.pools.values()):
+            return False
+    return memory.activations_fit and (is_planned or device_type == "cpu")
+
+
 def job_needs(
     config: TrainerConfig, host: str, num_ranks: int, device_type: str
 ) -> tuple[RankNeed | None, dict[str, EngineNeed]]:

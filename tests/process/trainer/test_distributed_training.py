@@ -29,6 +29,7 @@ _GAE: dict[str, Any] = {
     "kl_in_reward": True,
     "updates_per_batch": 2,
 }
+_WARM: dict[str, Any] = {"warms_up": True}
 _OWN_LOSS: dict[str, Any] = {"loss": "rank_programs:own_loss"}
 _OUTER: dict[str, Any] = {
     "kind": "llama",
@@ -52,6 +53,7 @@ ON_ONE_RANK: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "experts": (_WITH_KL, _EXPERTS),
     "gae": (_GAE, {}),
     "gae, lora": (_GAE, {"lora_rank": 3}),
+    "gae, warmed up": (_GAE, _WARM),
 }
 ON_TWO_RANKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "token": ({}, {}),
@@ -96,6 +98,14 @@ ON_TWO_RANKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gae, layer": (_GAE, {"wrap": "layer", "micro_batches": 20, "offload": "all"}),
     "gae, padded": (_GAE, {"packed": False, "micro_batches": 3, "recomputes": True}),
     "gae, lora, layer": (_GAE, {"lora_rank": 3, "wrap": "layer", "micro_batches": 2}),
+    "token, warmed up": ({}, _WARM),
+    "layer, accumulated, warmed up": ({}, _WARM | {"wrap": "layer", "micro_batches": 2}),
+    "lora, chunked, warmed up": (_WITH_KL, _WARM | {"lora_rank": 3, "chunked": True}),
+    "replicated, accumulated, warmed up": ({}, _WARM | {"num_replicas": 2, "micro_batches": 4}),
+    "gae, padded, warmed up": (
+        _GAE,
+        _WARM | {"packed": False, "micro_batches": 3, "recomputes": True},
+    ),
 }
 
 
@@ -255,6 +265,17 @@ def test_offloading_changes_no_bit(two_ranks: list[Outcomes], plain: str, offloa
         assert_same(outcomes[plain][0], outcomes[offloaded][0], tolerance=0.0)
         for one, two in zip(outcomes[plain][1], outcomes[offloaded][1], strict=True):
             assert one | {"time/train_s": 0.0} == two | {"time/train_s": 0.0}
+
+
+def test_a_warm_up_changes_no_bit(one_rank: Outcomes, two_ranks: list[Outcomes]) -> None:
+    for outcomes in (one_rank, *two_ranks):
+        warmed = [name for name in outcomes if name.endswith(", warmed up")]
+        assert warmed
+        for name in warmed:
+            cold = outcomes[name.removesuffix(", warmed up")]
+            assert_same(cold[0], outcomes[name][0], tolerance=0.0)
+            for one, two in zip(cold[1], outcomes[name][1], strict=True):
+                assert one | {"time/train_s": 0.0} == two | {"time/train_s": 0.0}
 
 
 @pytest.mark.slow

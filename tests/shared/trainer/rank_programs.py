@@ -45,6 +45,7 @@ from umbra.trainer.data.train_batch import (
     MiniBatch,
     RewardGroups,
     TrainBatch,
+    random_batch,
 )
 from umbra.trainer.model import token_scoring
 from umbra.trainer.model.host_offload import HostOffload, Offload
@@ -233,6 +234,7 @@ def train_and_return_parameters(
     kind: str = "qwen3",
     lora_rank: int = 0,
     lora_targets: Sequence[str] = (),
+    warms_up: bool = False,
 ) -> tuple[Arrays, list[dict[str, float]]]:
     """Parameters after `num_steps` steps, whole, and the metrics of each step. A critic's have its
     name."""
@@ -259,6 +261,8 @@ def train_and_return_parameters(
     mover = HostOffload(offload, models, world.device)
     metrics: list[dict[str, float]] = []
     with scored_in_chunks() if chunked else nullcontext():
+        if warms_up:
+            check_warm_up(world, train_step, [model for model in (policy, critic) if model])
         for seed in range(num_steps):
             metrics.append(train_step.run(rank_batch(world, seed, micro_batches), seed))
             check_away_and_back(mover, offload, tensors, policy)
@@ -266,6 +270,18 @@ def train_and_return_parameters(
         check_merging(policy, mover)
     values = full_parameters(critic) if critic else {}
     return full_parameters(policy) | {f"{CRITIC}/{n}": v for n, v in values.items()}, metrics
+
+
+def check_warm_up(world: Mesh, train_step: TrainStep, trained: Sequence[TrainModel]) -> None:
+    """It leaves neither gradients nor states, and draws no random number. Ranks differ in size."""
+    before = torch.get_rng_state()
+    lens = np.arange(1, MAX_NEW_TOKENS - 3 * world.rank)
+    train_step.warm_up(random_batch(lens, 5, GROUP_SIZE, 64, world.rank), 0)
+    assert torch.equal(torch.get_rng_state(), before)
+    for model in trained:
+        assert model.optimizer is not None
+        assert not model.optimizer.states
+        assert all(parameter.grad is None for parameter in model.parameters.values())
 
 
 def check_away_and_back(

@@ -47,6 +47,7 @@ from umbra.trainer.services.memory_needs import (
     plan_job_memory,
     rank_need,
     trained_size,
+    trains_early,
 )
 from umbra.trainer.services.pool_specs import plan_pools
 
@@ -96,6 +97,7 @@ def sizes_of(
     )
 
 
+MIB: Final = 1 << 20
 CPU: Final = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[3]
 MODELS: Any = AutoModelForCausalLM  # untyped
@@ -309,6 +311,8 @@ def test_engines_free_the_least_that_has_room_beside_training(
     assert memory.expected_nbytes["train"][0, 0] / GIB == pytest.approx(train_gib, abs=0.1)
     assert (memory.logits_nbytes > 0) == (train_gib < 0.85 * gpu_gib)
     if sleep == "none":
+        assert trains_early(settled, "policy", memory, "cuda")
+        assert memory.shared_nbytes == memory.expected_nbytes["train"][0, 0] - 2816 * MIB
         samples = step["groups"] * 8 // num_gpus
         assert memory.kv_num_tokens["policy"] >= samples * context_len
         assert len(set(map(str, memory.expected_nbytes.values()))) == 1  # in all phases
@@ -359,6 +363,37 @@ def test_nothing_stays_awake_without_a_plan_or_beside_a_judge(umbra_tiny_model_d
         _, settled = plan_job_memory(config, "policy", plan, [size], "cuda")
 
         assert settled.pool.sleep == sleep
+
+
+@pytest.mark.parametrize(
+    ("engine", "mode", "is_early"),
+    [
+        ("vllm", "hybrid", True),
+        ("embedded", "hybrid", True),
+        ("sglang", "hybrid", False),  # it would have a smaller KV cache
+        ("sglang", "standalone", True),
+    ],
+)
+def test_ranks_train_while_engines_start_that_do_not_look_at_free_memory(
+    umbra_tiny_model_dir: Path, engine: str, mode: str, is_early: bool
+) -> None:
+    pool = {"engine": engine, "mode": mode, "sleep": "none", "max_context_len": 64}
+    config = config_of(umbra_tiny_model_dir, pool=pool)
+    gpus = ("0",) if mode == "hybrid" else ("0", "1")
+
+    def is_early_with(config: TrainerConfig) -> bool:
+        nodes = [Node(gpus=gpus, num_ranks=1)]
+        plan = plan_pools(config, "policy", device_type="cuda", nodes=nodes)
+        sizes = [[80 * GIB] * len(gpus)]
+        memory, settled = plan_job_memory(config, "policy", plan, sizes, "cuda")
+        return trains_early(settled, "policy", memory, "cuda")
+
+    assert is_early_with(config) == is_early
+    judge = {"judge": {"model_path": str(umbra_tiny_model_dir), "engine": "vllm"}}
+    if mode == "hybrid":
+        assert not is_early_with(config_of(umbra_tiny_model_dir, pool=pool, pools=judge))
+        own = pool | {"engine_args": {"gpu_memory_utilization": 0.3}}
+        assert engine != "vllm" or not is_early_with(config_of(umbra_tiny_model_dir, pool=own))
 
 
 @pytest.mark.parametrize(("offload", "kept"), [("none", 3.0), ("optimizer", 1.0), ("all", 0.0)])
