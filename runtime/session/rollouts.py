@@ -100,11 +100,13 @@ class Rollouts:
             return evaluation is None or evaluation["groups_scored"] == evaluation["groups"]
         return False
 
-    def batch_progress(self) -> tuple[int, int]:
-        """Scored prompts of the next batch, of all. Thread-safe."""
-        training = self._stats()["training"]
-        num_wanted = training["groups_per_step"]
-        return min(training["groups_ready"], num_wanted), num_wanted
+    def batch_progress(self) -> tuple[int, int, str]:
+        """Scored prompts of the next batch, of all, and what others wait for. Thread-safe."""
+        stats = self._stats()
+        num_wanted = stats["training"]["groups_per_step"]
+        waits = {"the reward function": stats["scoring"][0], "the teacher": stats["at_teacher"]}
+        text = ", ".join(f"{count} wait for {what}" for what, count in waits.items() if count)
+        return min(stats["training"]["groups_ready"], num_wanted), num_wanted, text
 
     def evaluation_progress(self) -> tuple[int, int] | None:
         """Finished completions of the evaluation, of all; None before it begins. Thread-safe."""

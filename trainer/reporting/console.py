@@ -38,8 +38,8 @@ _QUIET_STEPS: Final = 3.0
 _LEAST_QUIET_S: Final = 60.0
 _BAR_WIDTH: Final = 30  # characters
 
-Count = tuple[int, int]
-"""How many are done, and of how many."""
+Count = tuple[int, int] | tuple[int, int, str]
+"""How many are done, of how many, and what the others wait for."""
 
 
 class Console:
@@ -141,17 +141,19 @@ class Activity:
     ask: Callable[[], Count | None] = lambda: None
     num_done: int | None = None  # None if nothing is counted
     total: int | None = None  # None if unknown
+    waits: str = ""  # what for, where `ask` knows it
 
     def count(self) -> None:
         self.num_done = (self.num_done or 0) + 1
 
     @property
     def amount(self) -> str:
-        """`12 of 64 prompts`, or "" if nothing is counted."""
+        """`12 of 64 prompts, 52 wait for the reward function`; "" if nothing is counted."""
         if self.num_done is None:
             return ""
         total = "" if self.total is None else f" of {self.total:,}"
-        return f"{self.num_done:,}{total} {self.unit}".rstrip()
+        counted = f"{self.num_done:,}{total} {self.unit}".rstrip()
+        return ", ".join(filter(None, (counted, self.waits)))
 
 
 class ProgressDisplay:
@@ -235,7 +237,8 @@ class ProgressDisplay:
         for activity in shown:  # outside the lock, because another process answers
             with contextlib.suppress(UmbraError):
                 if count := activity.ask():
-                    activity.num_done, activity.total = count
+                    activity.num_done, activity.total, *waits = count
+                    activity.waits = "".join(waits)
         with self._lock:
             self._draw()
             shown = [each for each in shown if each in self._activities]
@@ -285,10 +288,14 @@ def format_step(step: int, total: int, row: Mapping[str, float]) -> str:
         result, tokens_per_s = f"reward {reward:.3f}", row.get("rollout/tokens_per_s")
     else:
         result, tokens_per_s = f"loss {row['train/loss']:.3f}", row["sft/tokens_per_s"]
+    speed = "-"
+    if tokens_per_s is not None:
+        is_slow = round(tokens_per_s) < 1000
+        speed = f"{tokens_per_s:.0f}" if is_slow else f"{tokens_per_s / 1000:.1f}k"
     columns = [
         f"step {step:>{width}}/{total}",
         result,
-        f"{'-' if tokens_per_s is None else f'{tokens_per_s / 1000:.1f}k'} tok/s",
+        f"{speed} tok/s",
         *(f"{label} {row[name]:.2f}s" for label, name in times if name in row),
         f"eta {'-:--' if left_s is None else format_duration(left_s)}",
     ]

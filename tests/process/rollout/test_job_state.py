@@ -19,6 +19,7 @@ from session_rank import SessionRank
 from umbra.runtime.cluster.run_events import read_events
 from umbra.runtime.errors import JobFailed, WeightSyncError
 from umbra.runtime.reports.job_state import JobState, job_state
+from umbra.runtime.session.rollouts import Rollouts
 from umbra.runtime.session.weight_publisher import WeightPublisher
 from umbra.runtime.testing.factories import SessionFactory
 
@@ -61,6 +62,7 @@ def test_the_state_shows_engines_queues_and_who_waits(
                 and s.rollouts.groups_scoring > 0
             ),
         )
+        _, _, waits = Rollouts(session, "rollouts").batch_progress()
         live.signal("rewards-0", signal.SIGCONT)
         first.result()
         second.result()
@@ -79,6 +81,7 @@ def test_the_state_shows_engines_queues_and_who_waits(
     assert full.rollouts.waiting_ranks == (0, 1)
     assert full.rollouts.step == 1
     assert full.rollouts.scoring_s > 0
+    assert waits.endswith(" wait for the reward function")
     assert f"{full.rollouts.groups_scoring} wait for the reward function, for 0:0" in full.phase
     pid = live.processes()["rewards-0"]["pid"]
     assert full.stopped == [

@@ -93,7 +93,7 @@ def test_the_progress_of_a_batch_and_of_an_evaluation_are_told_apart(
 ) -> None:
     live = LiveRollouts(umbra_session, tmp_path, engine={"tokens_per_s": 60.0})
     rollouts = Rollouts(umbra_session, "rollouts")
-    seen: list[tuple[int, int] | None] = []
+    seen: list[tuple[int, int] | tuple[int, int, str] | None] = []
     live.publish(1)
 
     with while_generating(live, 10, lambda: seen.append(rollouts.batch_progress())):
@@ -102,7 +102,7 @@ def test_the_progress_of_a_batch_and_of_an_evaluation_are_told_apart(
     with while_generating(live, 10, lambda: seen.append(rollouts.evaluation_progress())):
         num_prompts = live.evaluate(0)[0]["num_prompts"]
 
-    assert seen == [(0, 4), None, (0, num_prompts)]
+    assert seen == [(0, 4, ""), None, (0, num_prompts)]
 
 
 @pytest.mark.slow

@@ -44,7 +44,7 @@ from umbra.trainer.config.trainer_config import (
     TrainerConfig,
 )
 from umbra.trainer.replay.replay_plan import recorded_config
-from umbra.trainer.reporting.console import ProgressDisplay, format_step
+from umbra.trainer.reporting.console import Count, ProgressDisplay, format_step
 from umbra.trainer.reporting.fatal_error_report import FatalErrorReporter
 from umbra.trainer.reporting.metrics_loggers import MetricsLog, read_metrics
 from umbra.trainer.reporting.run_reporter import (
@@ -164,6 +164,13 @@ def test_a_step_whose_speed_is_not_known_has_none_on_its_line() -> None:
     assert "reward 0.431  - tok/s  gen 0.35s" in format_step(12, 100, row)
 
 
+@pytest.mark.parametrize(
+    ("speed", "text"), [(7.4, "7 tok/s"), (999.4, "999 tok/s"), (999.6, "1.0k tok/s")]
+)
+def test_a_speed_below_a_thousand_is_in_whole_tokens(speed: float, text: str) -> None:
+    assert f"  {text}  " in format_step(12, 100, ROW | {"rollout/tokens_per_s": speed})
+
+
 def test_the_line_of_a_step_without_rollouts_has_its_loss() -> None:
     row = {"train/loss": 1.4312, "sft/tokens_per_s": 17204.0, "time/train_s": 0.18}
 
@@ -262,17 +269,21 @@ def test_what_takes_long_is_shown_ever_less_often_and_what_is_short_never() -> N
 
 def test_once_steps_are_done_only_an_unusually_long_wait_is_shown() -> None:
     watch = Watch()
+    answers: list[Count] = [(31, 32, "1 wait for the reward function")]
 
     watch.display.begin_steps("run", 0, 9)
     watch.display.step_done(1, ROW | {"time/step_s": 30.0})
-    with watch.display.activity("generating for step 2", unit="prompts", ask=lambda: (31, 32)):
+    with watch.display.activity("generating for step 2", unit="prompts", ask=lambda: answers[-1]):
         watch.wait(89)
         assert len(watch.lines) == 1
         watch.wait(1)
+        answers.append((31, 32))
+        watch.wait(180)
 
     assert watch.lines[1:] == [
-        "  generating for step 2: 31 of 32 prompts, for 1:30",
-        "  generating for step 2 took 1:30",
+        "  generating for step 2: 31 of 32 prompts, 1 wait for the reward function, for 1:30",
+        "  generating for step 2: 31 of 32 prompts, for 4:30",
+        "  generating for step 2 took 4:30",
     ]
 
 
