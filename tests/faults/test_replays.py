@@ -205,6 +205,7 @@ def test_a_replay_on_other_ranks_is_refused_with_the_command_that_has_as_many(
             "train.loss=cispo",
             "needs the checkpoint after step 1, and the run has those after",
         ),
+        ("2:3", "train.loss=cispo", ": replay --steps 1:"),
         ("1:999", "", "--steps 1:999: the run has trained steps 1 to "),
         ("3:4", "rollout.group_size=4", "(command line): it changes the rollouts"),
         ("3:4", "reward.function=a:b", "(command line): it changes the rollouts"),

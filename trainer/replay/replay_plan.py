@@ -87,7 +87,7 @@ class ReplayPlan:
         name = f"{config.run_name}, steps {first} to {last} again"
         config = replace(config, run=RunSection(dir=out, name=" ".join([name, *overrides])))
         index = open_ledger(run_dir)
-        _check_steps(index, first, last, config)
+        kept = _check_steps(index, first, last, config)
         checkpoints = _checkpoints(run_dir, index)
         if not checkpoints:
             raise ConfigError(
@@ -101,7 +101,7 @@ class ReplayPlan:
             last=last,
             overrides=overrides,
             config=config,
-            start=_start(checkpoints, first),
+            start=_start(checkpoints, first, kept),
             num_ranks=read_trainer_state([*later, checkpoints[-1]][0]).world_size,
         )
 
@@ -142,7 +142,8 @@ def _check_override(override: Override, first: int) -> None:
         )
 
 
-def _check_steps(index: LedgerIndex, first: int, last: int, config: TrainerConfig) -> None:
+def _check_steps(index: LedgerIndex, first: int, last: int, config: TrainerConfig) -> range:
+    """The steps whose samples the ledger has, with `first` and `last` among them."""
     begun, done = [*index.steps(), 0][0] + 1, index.table.steps_done
     if not begun <= first <= last <= done:
         have = f"steps {begun} to {done}" if done >= begun else "no step"
@@ -160,6 +161,7 @@ def _check_steps(index: LedgerIndex, first: int, last: int, config: TrainerConfi
             f"rollout.ledger_gb = {config.rollout.ledger_gb:g} keeps the newest: replay later "
             "steps, and give the next run a larger rollout.ledger_gb"
         )
+    return kept
 
 
 def _checkpoints(run_dir: Path, index: LedgerIndex) -> list[Path]:
@@ -173,16 +175,18 @@ def _checkpoints(run_dir: Path, index: LedgerIndex) -> list[Path]:
     ]
 
 
-def _start(checkpoints: Sequence[Path], first: int) -> Path | None:
+def _start(checkpoints: Sequence[Path], first: int, kept: range) -> Path | None:
     found = {checkpoint_step(path): path for path in checkpoints}
     if first == 1:
         return None
     if first - 1 not in found:
         steps = ", ".join(map(str, found))
+        begins = [step for step in kept if step == 1 or step - 1 in found]
+        possible = " or ".join(f"--steps {step}:{kept[-1]}" for step in begins)
         raise ConfigError(
             f"--steps {first}: a replay from step {first} needs the checkpoint after step "
-            f"{first - 1}, and the run has those after steps {steps}: begin behind one of them, or "
-            "with step 1 from the starting model; train.checkpoint_every and "
+            f"{first - 1}, and the run has those after steps {steps}: replay "
+            f"{possible or 'another run'}; train.checkpoint_every and "
             "train.keep_checkpoints decide which the next run has"
         )
     return found[first - 1]

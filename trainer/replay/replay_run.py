@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import groupby
@@ -43,6 +44,8 @@ _SHOWN: Final = {
 }
 _BESIDE: Final = "run/"
 """Put in front of the name of such a metric where its value is the run's."""
+_ROUNDING: Final = 1e-3
+"""Relative, of gradient norms. Less takes rounding for another loss; more takes that for none."""
 _UNKNOWN: Final = "rollout/refilled_tokens"
 """Work of the engines that the ledger does not have."""
 
@@ -129,6 +132,7 @@ class ReplayReport:
         self._run_dir = RunDir(plan.config.run.dir)
         self._of_run = rows_of_run(plan)
         self._difference = ""  # the first one
+        self._has_own_gradients = False
 
     def begin(self) -> None:
         """Raises RunDirectoryError if the directory cannot be written."""
@@ -154,6 +158,8 @@ class ReplayReport:
                 ),
                 "",
             )
+        norms = (each.get("train/grad_norm", math.nan) for each in (row, beside))
+        self._has_own_gradients |= not math.isclose(*norms, rel_tol=_ROUNDING)
         numbers = "  ".join(
             f"{label} {row.get(name, 0.0):.5g} [{beside.get(name, 0.0):.5g}]"
             for label, name in _SHOWN.items()
@@ -178,6 +184,11 @@ class ReplayReport:
         elif self._plan.is_exact and self._of_run:
             num_steps = len(self._of_run)
             self._display.note(f"all metrics of {num_steps} steps are the run's, bit for bit")
+        elif not self._has_own_gradients:
+            self._display.note(
+                "note: all gradient norms are the run's: clipped, cispo, gspo and others are one "
+                "loss until a batch's second optimizer step; try it with train.mini_batches=4"
+            )
         for path in (run_dir.metrics, run_dir.checkpoints, run_dir.report, run_dir.plot):
             self._display.note(str(path))
 

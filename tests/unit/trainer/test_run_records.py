@@ -43,7 +43,8 @@ from umbra.trainer.config.trainer_config import (
     RunSection,
     TrainerConfig,
 )
-from umbra.trainer.replay.replay_plan import recorded_config
+from umbra.trainer.replay.replay_plan import ReplayPlan, recorded_config
+from umbra.trainer.replay.replay_run import ReplayReport
 from umbra.trainer.reporting.console import Count, ProgressDisplay, format_step
 from umbra.trainer.reporting.fatal_error_report import FatalErrorReporter
 from umbra.trainer.reporting.metrics_loggers import MetricsLog, read_metrics
@@ -1053,6 +1054,34 @@ def test_a_folder_without_a_run_is_no_folder_to_replay(tmp_path: Path) -> None:
     said = r"settings\.json does not have the settings of a run \(No such file or directory\): give"
     with pytest.raises(ConfigError, match=said):
         recorded_config(tmp_path)
+
+
+@pytest.mark.parametrize(("norm", "is_said"), [(1.50001, True), (1.51, False)])
+def test_a_replay_whose_gradients_are_all_the_run_s_says_so(
+    tmp_path: Path, norm: float, is_said: bool
+) -> None:
+    config, stream = make_config(tmp_path / "replay"), io.StringIO()
+    (tmp_path / "run").mkdir()
+    with MetricsLog(tmp_path / "run", first_step=1) as log:
+        log.write(1, {"train/grad_norm": 2.5})
+        log.write(2, {"train/grad_norm": 1.5})
+    plan = ReplayPlan(
+        run_dir=tmp_path / "run",
+        first=1,
+        last=2,
+        overrides=["train.loss=cispo"],
+        config=config,
+        start=None,
+        num_ranks=1,
+    )
+    report = ReplayReport(plan, ProgressDisplay(stream))
+
+    report.begin()
+    report.step_done(1, {"train/grad_norm": 2.5})
+    report.step_done(2, {"train/grad_norm": norm})
+    report.close()
+
+    assert ("note: all gradient norms are the run's" in stream.getvalue()) is is_said
 
 
 def test_the_models_of_a_run_are_found_from_another_folder(
