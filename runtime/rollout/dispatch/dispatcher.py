@@ -33,8 +33,8 @@ from umbra.runtime.text.stop_texts import StopTexts
 logger = logging.getLogger(__name__)
 
 # A turn that engines fail this often without a token in between is considered the cause. Engines
-# that die do not count.
-_MAX_TURN_ERRORS: Final = 3
+# that die do not count. With 3, three faults of engines that met one turn by chance ended a run.
+_MAX_TURN_ERRORS: Final = 5
 # Requests listed as not begun although they may have begun or ended. Fewer are sorted out more
 # often; more take memory.
 _MAX_STALE: Final = 64

@@ -161,7 +161,7 @@ def test_a_request_that_an_engine_always_fails_ends_with_its_error(
             failure = await failures.get()
             assert dispatcher.num_inflight(ENGINE) == 2
         assert engine.taken == [12, 14]
-        assert engine.num_failed == 3
+        assert engine.num_failed == 5
         assert "its queue is full" in str(failure)
         assert failures.empty()
 
