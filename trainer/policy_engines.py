@@ -39,6 +39,7 @@ the second has it beside activations."""
 
 _LEAN: Final = "training computes logits twice"
 _ASLEEP: Final = "engines sleep while the trainer computes"
+_LATE: Final = "nothing is compiled while engines start"
 
 
 class TrainingRoom:
@@ -221,10 +222,13 @@ class PolicyEngines:
         return "" if self._frees == ALL_TAGS else self._room.lack()
 
     def may_warm_up(self, step: int) -> bool:
-        """Whether to compile the passes of step `step` (from 0) while engines start. Collective."""
+        """Whether to compile the passes of step `step` (from 0) while engines start, which a run
+        that has run out of memory does not, nor one with padded samples, whose rows the plan does
+        not know. Collective."""
         config, device = self._config, self._mesh.device
         is_due = config.train.compile is True and step < config.train.total_steps
         is_due &= not self._sleeps and trains_early(config, POOL, self._memory, device.type)
+        is_due &= self._policy.is_packed and not self._shortage.exists()
         room = TrainingRoom(device, self._memory.shared_nbytes)
         return not any_rank(bool(room.lack()) or not is_due)
 
@@ -236,10 +240,10 @@ class PolicyEngines:
             yield
         except RuntimeError as error:  # libraries have errors of their own for it
             is_awake = self._is_hybrid and (is_warm_up or self._frees != ALL_TAGS)
-            may_need_less = is_awake or self._policy.keeps_logits
+            may_need_less = is_warm_up or is_awake or self._policy.keeps_logits
             if not may_need_less or not lacks_gpu_memory(str(error)):
                 raise
-            remedy = _LEAN if self._policy.keeps_logits else _ASLEEP
+            remedy = _LEAN if self._policy.keeps_logits else _ASLEEP if is_awake else _LATE
             self._shortage.write_text(remedy, encoding="utf-8")
             beside = " beside engines that stayed awake" if is_awake else ""
             raise UmbraError(

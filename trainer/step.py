@@ -135,8 +135,8 @@ class TrainStep:
 
     def warm_up(self, batch: TrainBatch, step: int) -> None:
         """Computes what step `step` does before it changes a parameter, with the mini-batch of
-        `batch` in the place of each, and drops the gradients. Collective."""
-        mini_batches = self._builder.build(batch) * self._train.mini_batches
+        `batch` in the place of its first ones, and drops the gradients. Collective."""
+        mini_batches = self._builder.build(batch) * min(2, self._train.mini_batches)
         metrics_of_scores = self._score(mini_batches, step)
         for learner in self._learners:
             learner.accumulate(mini_batches[0], MetricTotals())

@@ -294,14 +294,15 @@ def _synced_size(config: TrainerConfig, sizes: ModelSizes) -> int:
 
 def _merging_nbytes(config: TrainerConfig, sizes: ModelSizes, num_ranks: int) -> int:
     """What adapters take while they are added to the weights: all of them, gathered by way of two
-    buffers, and one layer in float32."""
+    buffers, and one layer in float32 and once more as it is stored."""
     if not config.model.lora.rank or not config.model.lora.merge:
         return 0
     layers = Counter[str]()
     for name, shape in _adapted(config, sizes).items():
         layers[name.partition(".experts.")[0]] += math.prod(shape)
     gathered = 3 * ITEMSIZES[config.master_dtype] * trained_size(config, sizes)
-    return gathered + 4 * max(layers.values(), default=0) // num_ranks
+    each_nbytes = 4 + ITEMSIZES[config.model.dtype]
+    return gathered + each_nbytes * max(layers.values(), default=0) // num_ranks
 
 
 def _activations_nbytes(config: TrainerConfig, sizes: ModelSizes, num_ranks: int) -> int:

@@ -188,8 +188,8 @@ def test_adapters_alone_have_gradients_and_states_and_no_reference_is_kept(tmp_p
     context = rank_need(config_of(tmp_path), replace(sizes, num_parameters=0), 1).sync_nbytes
     held = (2 * sizes.num_parameters + 12 * num_trained) // ranks
     assert need.training_nbytes - context == held + 4 * num_trained // ranks
-    # Adapters, gathered by way of two buffers, are added to a weight in float32.
-    assert need.sync_nbytes - context == held + 3 * 4 * num_trained + 4 * 1024 * 3072 // ranks
+    # Adapters, gathered by way of two buffers, are added to a weight in float32, which is cast.
+    assert need.sync_nbytes - context == held + 3 * 4 * num_trained + 6 * 1024 * 3072 // ranks
     alone = config_of(tmp_path, model={"lora": settings | {"merge": False}})
     assert rank_need(alone, sizes, ranks).sync_nbytes - context == held
     assert need == rank_need(with_kl, sizes, ranks)
