@@ -2,11 +2,11 @@
 ranks of one machine meet at its loopback address.
 
 torchrun kills ranks 30 s after it has passed a signal on, also in the middle of a checkpoint, and
-ends with a stack, whose cause is that signal, or a report of 20 lines for each rank that has told
-its error. With --standalone it looks this machine's own name up, and waits for minutes where the
-name has no address. It loads the entry points of the group `torchrun.handlers` before it reads its
-settings. This one has no effect unless torchrun starts `umbra.trainer` or a program in it; only
-training gets the time. torchrun's own options and variables take precedence.
+ends with a stack, whose cause is that signal, or a report of 20 lines for each rank that has
+reported its error. With --standalone it looks this machine's own name up, and waits for minutes
+where the name has no address. It loads the entry points of the group `torchrun.handlers` before it
+reads its settings. This one has no effect unless torchrun starts `umbra.trainer` or a program in
+it; only training gets the time. torchrun's own options and variables take precedence.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _end_in_words(
     failed: list[Any] = list(getattr(error, "failures", {}).values())  # of torch's ChildFailedError
     first = min(failed, key=attrgetter("timestamp"), default=None)
     if kind.__name__ == "SignalException" or (failed and {f.exitcode for f in failed} <= _STOPPED):
-        print("torchrun: ended by a stop; what was saved is told above", file=sys.stderr)
+        print("torchrun: ended by a stop; the lines above say what was saved", file=sys.stderr)
     elif first is not None and not isinstance(first.message, str):  # by `FatalErrorReporter`
         print(f"torchrun: {first.message['message']}", file=sys.stderr)
     else:

@@ -463,9 +463,9 @@ class TrainSection(Settings):
             memory plan has no room for all activations.
         compile: Whether torch.compile compiles decoder blocks, log-probabilities and
             "adamw_8bit": steps take up to half the time and less memory. Compiling takes up to a
-            minute: while engines start, if they are standalone or, without SGLang, `pool.sleep` is
-            "none", else in the first step. "auto" compiles models of 0.5 B parameters and above on
-            GPUs, with a C++ compiler and headers of Python and torch.
+            minute: while engines start, if samples are packed and engines standalone or, without
+            SGLang, `pool.sleep` is "none", else in the first step. "auto" compiles models of 0.5 B
+            parameters and above on GPUs, with a C++ compiler and headers of Python and torch.
         offload: What goes to host memory while engines generate that sleep in training
             (`pool.sleep`): "optimizer" the optimizer's state and the moving average, "all" the
             parameters too.

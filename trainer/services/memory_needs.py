@@ -293,8 +293,8 @@ def _synced_size(config: TrainerConfig, sizes: ModelSizes) -> int:
 
 
 def _merging_nbytes(config: TrainerConfig, sizes: ModelSizes, num_ranks: int) -> int:
-    """What adapters take while they are added to the weights: all of them, gathered by way of two
-    buffers, and one layer in float32 and once more as it is stored."""
+    """The bytes that a merge of adapters takes: all of them, gathered by way of two buffers, and
+    one layer in float32 and once more as it is stored."""
     if not config.model.lora.rank or not config.model.lora.merge:
         return 0
     layers = Counter[str]()

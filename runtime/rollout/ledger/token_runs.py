@@ -23,8 +23,8 @@ _PHASES: Final = {SampleState.PENDING: 1, SampleState.PARTIAL: 1, SampleState.RU
 
 
 class RunColumns:
-    """What decides for each sample whether a run of tokens may follow, by slot; that of a sample is
-    its uid less a base."""
+    """The facts that decide whether a run of tokens may follow in a sample, by slot, which is its
+    uid less a base."""
 
     def __init__(self) -> None:
         self._base = 0  # uid of the first slot

@@ -181,7 +181,9 @@ def test_a_stop_ends_torchrun_without_a_stack(
 
     sys.excepthook(type(error), error, None)
 
-    assert capsys.readouterr().err == ("torchrun: ended by a stop; what was saved is told above\n")
+    assert capsys.readouterr().err == (
+        "torchrun: ended by a stop; the lines above say what was saved\n"
+    )
 
 
 @pytest.mark.usefixtures("of_the_trainer")
