@@ -121,8 +121,9 @@ class DispatchConfig(Settings):
             manager or one generator.
         max_context_len: longest prompt + completion in tokens.
         vocab_size: tokens outside it are refused; 0 leaves that to engines.
-        max_inflight_per_engine: requests given to an engine at a time. Below the engine's
-            `max_num_seqs` it idles; far above, an engine that joins late finds no work.
+        max_running_per_engine: requests that an engine works on at a time, its `max_num_seqs`.
+        max_inflight_per_engine: requests given to an engine at a time. Below
+            `max_running_per_engine` it idles; far above, an engine that joins late finds no work.
         engine_timeout_s: how long work may wait while no engine of the pool serves.
         delta_timeout_s: how long a serving engine that has work may stay silent.
         submit_timeout_s: deadline for an engine to accept requests.
@@ -133,6 +134,7 @@ class DispatchConfig(Settings):
     pool: str
     max_context_len: Positive
     vocab_size: Count = 0
+    max_running_per_engine: Positive = 256
     max_inflight_per_engine: Positive = 256
     engine_timeout_s: Seconds = 600.0
     delta_timeout_s: Seconds = 120.0

@@ -64,7 +64,7 @@ class TokenManager:
     def __init__(self) -> None:
         config = DispatchConfig(pool=POOL, max_context_len=MAX_CONTEXT_LEN)
         self._prompt = Prompt("p", "prompt", np.arange(1, PROMPT_LEN + 1, dtype=np.int32), {})
-        router = Router(config.max_inflight_per_engine)
+        router = Router(config.max_inflight_per_engine, config.max_running_per_engine)
         self._dispatcher = _NotingDispatcher(router, _fail, Recorder(None, _fail))
         self._fleet = Fleet(config, actor_context(), self._dispatcher, lambda text: None)
         self._num_begun = 0

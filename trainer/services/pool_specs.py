@@ -138,6 +138,7 @@ def auxiliary_dispatch(name: str, pool: AuxiliaryPoolSettings) -> DispatchConfig
         pool=name,
         max_context_len=auxiliary_context_len(name, pool),
         vocab_size=_read(vocab_size, name, pool),
+        max_running_per_engine=pool.max_num_seqs,
         max_inflight_per_engine=pool.max_inflight_per_engine,
         # Requests have deadlines of their own, and waiting for a sleeping pool is not a failure.
         engine_timeout_s=pool.request_timeout_s,

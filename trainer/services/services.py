@@ -283,6 +283,7 @@ def manager_spec(
             pool=POOL,
             max_context_len=max_context_len(config),
             vocab_size=vocab_size(config.model.path),
+            max_running_per_engine=config.pool.max_num_seqs,
             max_inflight_per_engine=config.pool.max_inflight_per_engine,
             engine_timeout_s=config.pool.sync_timeout_s,
             delta_timeout_s=config.pool.stall_limit_s + _DELTA_MARGIN_S,

@@ -92,7 +92,9 @@ class Generator:
         self._uids = itertools.count()
         self._failure: UmbraError | None = None
         self._dispatcher = Dispatcher(
-            Router(config.max_inflight_per_engine), self._fail, _Deliveries(self._open)
+            Router(config.max_inflight_per_engine, config.max_running_per_engine),
+            self._fail,
+            _Deliveries(self._open),
         )
         self._fleet = Fleet(config, context, self._dispatcher, note)
         self._pool_load = PoolLoad(context.supervisor, config.pool)

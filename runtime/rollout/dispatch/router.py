@@ -43,10 +43,15 @@ class Router:
     of its requests, less its output so far. Divided by its speed they are its outstanding work, in
     seconds but for a factor that all engines share. An engine that has not been measured counts as
     the mean of the others.
+
+    An engine works on `max_running` requests at a time and holds up to `max_inflight`. A request
+    that waits there begins when another one ends, and may then run alone for as many steps as a
+    full batch. It therefore counts as a full batch of its cost.
     """
 
-    def __init__(self, max_inflight: int) -> None:
+    def __init__(self, max_inflight: int, max_running: int) -> None:
         self._max_inflight = max_inflight
+        self._max_running = max_running
         # Sorted, so that choices are reproducible. All columns have a row for each, [E].
         self._engines: list[EngineId] = []
         self._rows: dict[EngineId, int] = {}
@@ -94,7 +99,9 @@ class Router:
         free = self._serving & (self._inflight < self._max_inflight)
         if not free.any():
             return None
-        load, speeds = self._load, self._relative_speeds()
+        waits = self._inflight >= self._max_running
+        load = self._load + np.where(waits, (self._max_running - 1) * cost, 0)
+        speeds = self._relative_speeds()
         idlest = int(np.where(free, (load + cost) / speeds, np.inf).argmin())
         limit = (load[idlest] + _AFFINITY_REQUESTS * cost) / speeds[idlest]
         for engine in prefer:

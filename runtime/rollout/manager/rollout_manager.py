@@ -62,7 +62,10 @@ class RolloutManager:
         )
         self._pool_load = PoolLoad(context.supervisor, dispatch.pool)
         self._dispatcher = dispatcher = Dispatcher(
-            Router(dispatch.max_inflight_per_engine), self._fail, recorder, on_work=self._on_work
+            Router(dispatch.max_inflight_per_engine, dispatch.max_running_per_engine),
+            self._fail,
+            recorder,
+            on_work=self._on_work,
         )
         self._sessions = AgentSessions(dispatcher, recorder, dispatch.vocab_size)
         self._workers = WorkerPool(rollout, context, self._fail)

@@ -76,7 +76,7 @@ class Bench:
         self.now = 0.0
         self.told: list[bool] = []
         self.dispatcher = Dispatcher(
-            Router(max_inflight),
+            Router(max_inflight, max_inflight),
             self.failures.append,
             recorder or Recorder(None, self.failures.append),
             clock=lambda: self.now,

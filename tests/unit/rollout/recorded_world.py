@@ -175,7 +175,7 @@ class Life:
         self.workers = Workers()
         self.evaluation: Evaluated | None = None  # the last outcome
         self.recorder = Recorder(folder, self.failures.append)
-        self.router = Router(3)
+        self.router = Router(3, 3)
         self.dispatcher = Dispatcher(self.router, self.failures.append, self.recorder)
         self.sessions = AgentSessions(self.dispatcher, self.recorder)
         pool: Any = self.workers

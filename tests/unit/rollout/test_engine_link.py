@@ -86,7 +86,7 @@ async def linked(
     folder: Path, engine: PausingEngine, on_failure: Callable[[UmbraError], None]
 ) -> AsyncGenerator[tuple[Dispatcher, EngineLink]]:
     """A dispatcher and its link to the engine, which is reported as serving."""
-    dispatcher = Dispatcher(Router(9), on_failure, Recorder(None, on_failure))
+    dispatcher = Dispatcher(Router(9, 9), on_failure, Recorder(None, on_failure))
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     server = ActorServer([engine], 1)
     endpoint = server.bind(context.socket(zmq.ROUTER), f"ipc://{folder}/e")

@@ -72,7 +72,7 @@ def run(model: DecoderModel, temperature: float, chance: random.Random | None) -
     """Trajectories of two engines, to which bad things happen where there is a `chance`."""
     failures: list[UmbraError] = []
     dispatcher = Dispatcher(
-        Router(8), failures.append, Recorder(None, failures.append), clock=lambda: 0.0
+        Router(8, 8), failures.append, Recorder(None, failures.append), clock=lambda: 0.0
     )
     links = [CoreLink(EngineId(name, 1), model, 1) for name in ("a", "b")]
     for link in links:

@@ -14,8 +14,8 @@ from umbra.runtime.rollout.dispatch.router import EngineId, EngineSpeed, Router
 A, B, C = EngineId("a", 1), EngineId("b", 1), EngineId("c", 1)
 
 
-def make_router(*engines: EngineId, max_inflight: int = 100) -> Router:
-    router = Router(max_inflight)
+def make_router(*engines: EngineId, max_inflight: int = 100, max_running: int = 1000) -> Router:
+    router = Router(max_inflight, max_running)
     for engine in engines:
         router.set_serving(engine, True)
     return router
@@ -76,6 +76,37 @@ def test_a_slow_engine_gets_less() -> None:
 
     assert router.outstanding_tokens(B) == pytest.approx(3 * router.outstanding_tokens(A), rel=0.02)
     assert router.fair_share(A) == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("speeds", [(100, 100), (100, 120)])
+def test_no_request_waits_at_an_engine_while_another_could_begin_it(
+    speeds: tuple[int, int],
+) -> None:
+    """Groups of eight prefer the engine of their first completion."""
+    router = make_router(A, B, max_inflight=80, max_running=64)
+    measure(router, dict(zip((A, B), speeds, strict=True)))
+    for engine in (A, B):
+        router.release(engine, 10)
+
+    last: EngineId | None = None
+    for n in range(128):
+        last = router.choose(500, (last if n % 8 else None,))
+        assert last is not None
+        router.charge(last, 500)
+
+    assert [router.capacity_left(engine) for engine in (A, B)] == [16, 16]
+
+
+def test_a_request_rather_waits_than_begins_at_an_engine_that_is_far_slower() -> None:
+    router = make_router(A, B, max_inflight=80, max_running=64)
+    measure(router, {A: 100, B: 800})
+
+    for _ in range(100):
+        engine = router.choose(10)
+        assert engine is not None
+        router.charge(engine, 10)
+
+    assert router.capacity_left(B) == 0, "more than it works on at a time"
 
 
 def test_an_engine_not_measured_yet_counts_as_the_mean_of_the_others() -> None:
@@ -145,7 +176,7 @@ class CheckedRouter:
     """A router beside a naive model that counts everything from scratch."""
 
     def __init__(self, max_inflight: int) -> None:
-        self.router = Router(max_inflight)
+        self.router = Router(max_inflight, max(1, max_inflight - 1))
         self.max_inflight = max_inflight
         self.now = 0.0
         self.held: dict[EngineId, list[int]] = {}  # the unspent cost of each request
