@@ -140,7 +140,7 @@ class TrainingRun:
         table = plan.placement.table(plan.memory.columns())
         for line in (*warnings, *table, *plan.memory.notes):
             self._display.note(line)
-        self._starter.start_engines(plan.placement, plan.device_type)
+        self._starter.start_engines(config, plan.placement, plan.device_type)
         if address := config.run.metrics_address:
             url = self._session.lead_call("serve_metrics", address)
             self._display.note(f"metrics for Prometheus: {url}")

@@ -22,6 +22,8 @@ from umbra.runtime.settings import (
     Variables,
 )
 
+DEFAULT_NUM_SEQS: Final = 256
+
 TransportName = Literal["cuda_ipc", "memfd", "tcp"]
 TransportSetting = Literal["auto", TransportName]
 
@@ -152,7 +154,7 @@ class EnginePoolSettings(Settings):
             pools, is shared. Default: `mode` decides.
         device: Device of the engines. "auto" is cuda where the trainer runs on it.
         max_num_seqs: Completions an engine works on at a time. More use its device better and take
-            more KV cache.
+            more KV cache. Default: 256; for `[pool]` on GPUs, what a step needs, up to 512.
         max_context_len: Longest prompt + completion in tokens. Longer contexts take more KV cache.
             Default: the model's limit, at most 4096.
         kv_cache_num_tokens: Size of an engine's KV cache, in tokens of all its sequences. Smaller
@@ -180,7 +182,7 @@ class EnginePoolSettings(Settings):
     nodes: tuple[Count, ...] = ()
     gpus: tuple[Count, ...] = ()
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    max_num_seqs: Positive = 256
+    max_num_seqs: Positive | None = None
     max_context_len: Positive | None = None
     kv_cache_num_tokens: Positive | None = None
     tick_ms: Seconds = 50.0
@@ -195,11 +197,15 @@ class EnginePoolSettings(Settings):
     hung_limit_s: Seconds = 15.0
 
     @property
+    def num_seqs(self) -> int:
+        return self.max_num_seqs or DEFAULT_NUM_SEQS
+
+    @property
     def max_inflight_per_engine(self) -> int:
         """Completions that an engine holds at a time. A quarter may wait there, so that each end
         lets the next one begin at once: the rollout manager learns of ends a tick later. More move
         work away from engines that become free earlier."""
-        return self.max_num_seqs + self.max_num_seqs // 4
+        return self.num_seqs + self.num_seqs // 4
 
     def __post_init__(self) -> None:
         Settings.__post_init__(self)
@@ -255,8 +261,8 @@ class PoolSettings(EnginePoolSettings):
     @property
     def max_inflight_per_engine(self) -> int:
         """An update that drains engines waits for all that they hold, so none waits there."""
-        extra = 0 if self.on_update == "drain" else self.max_num_seqs // 4
-        return self.max_num_seqs + extra
+        extra = 0 if self.on_update == "drain" else self.num_seqs // 4
+        return self.num_seqs + extra
 
     def __post_init__(self) -> None:
         EnginePoolSettings.__post_init__(self)

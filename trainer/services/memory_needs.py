@@ -22,6 +22,7 @@ from umbra.runtime.engine_api.kept_tokens import Truncation
 from umbra.runtime.engine_api.lifecycle import ALL_TAGS, Tag
 from umbra.runtime.engine_api.lora import matrix_shapes
 from umbra.runtime.engine_api.pool_settings import (
+    DEFAULT_NUM_SEQS,
     AuxiliaryPoolSettings,
     EnginePoolSettings,
     PoolSettings,
@@ -54,6 +55,8 @@ _WHOLE_MAX_PARAMETERS: Final = 1_000_000_000
 """Up to this size, FSDP gathers and reduces the whole model once a step, where there is memory: by
 layers, it does so for each micro-batch, which takes a small model longer than its kernels. Higher
 leaves the GPU idle while much is gathered, before a step's first kernel."""
+_MOST_NUM_SEQS: Final = 512
+"""Steps of more sequences are in no CUDA graph of vLLM's."""
 _LARGE_MICRO_BATCH_TOKENS: Final = 32_768
 """A micro-batch has as many where there is memory: on an H200, a 0.6B step takes 723 ms and 40 GiB
 instead of 746 ms and 29 GiB."""
@@ -77,16 +80,18 @@ def plan_job_memory(
     gpu_nbytes: Sequence[Sequence[int]],
     device_type: str,
 ) -> tuple[MemoryPlan, TrainerConfig]:
-    """Plans the job's memory, and settles four settings that may be open:
-    `train.activation_checkpointing` is "full" if training may not fit otherwise, then `pool.sleep`
-    is the least with which it still fits, and engines lack no KV cache for a step's samples. Then
-    micro-batches are larger, and `model.fsdp_wrap` is "root" for a model that is not large, each if
-    that changes nothing else.
+    """Plans the job's memory, and settles five settings that may be open. `pool.max_num_seqs` is an
+    engine's part of a step's completions, from 256 to 512: those that wait take as many steps
+    again. `train.activation_checkpointing` is "full" if training may not fit otherwise, then
+    `pool.sleep` is the least with which it still fits, and engines lack no KV cache for a step's
+    samples. Then micro-batches are larger, and `model.fsdp_wrap` is "root" for a model that is not
+    large, each if that changes nothing else.
 
     The plan is empty where sizes are not known: engines then choose their KV caches' sizes, and
     sleep. `gpu_nbytes` has the memory of the GPUs by node, none on the CPU. Raises ConfigError if a
     phase does not fit a GPU.
     """
+    config = _with_num_seqs(config, host, plan)
     memory, settled = _plan_by_layers(config, host, plan, gpu_nbytes, device_type)
     for candidate in _fewer_passes(settled) if memory.expected_nbytes else ():
         needs = job_needs(candidate, host, len(plan.ranks), device_type)
@@ -94,6 +99,18 @@ def plan_job_memory(
         if found.activations_fit and found.kv_num_tokens == memory.kv_num_tokens:
             return found, candidate
     return memory, settled
+
+
+def _with_num_seqs(config: TrainerConfig, host: str, plan: Plan) -> TrainerConfig:
+    if config.pool.max_num_seqs or not any(place.gpus for place in plan.engines[host]):
+        return config
+    num_seqs = min(max(_samples_each(config, host, plan), DEFAULT_NUM_SEQS), _MOST_NUM_SEQS)
+    return replace(config, pool=replace(config.pool, max_num_seqs=num_seqs))
+
+
+def _samples_each(config: TrainerConfig, host: str, plan: Plan) -> int:
+    """The part of a step's completions that an engine gets."""
+    return -(-config.samples_per_step // len(plan.engines[host]))
 
 
 def _fewer_passes(settled: TrainerConfig) -> list[TrainerConfig]:
@@ -133,8 +150,7 @@ def _plan_by_layers(
             break
     if sleep != "auto" or host not in memory.kv_num_tokens or not memory.activations_fit:
         return memory, settled
-    samples_each = -(-config.samples_per_step // len(plan.engines[host]))
-    enough = samples_each * _context_len(config.pool, config.model.path)
+    enough = _samples_each(config, host, plan) * _context_len(config.pool, config.model.path)
     enough = min(enough, memory.kv_num_tokens[host])
     for less in _less_sleep(config):
         candidate = _settled(config, option, less)
@@ -151,6 +167,7 @@ def planned_settings(config: TrainerConfig) -> str:
     values = {
         "train.activation_checkpointing": config.train.activation_checkpointing,
         "pool.sleep": config.pool.sleep,
+        "pool.max_num_seqs": config.pool.num_seqs,
         "model.fsdp_wrap": config.model.fsdp_wrap,
         "train.max_tokens_per_micro_batch": config.train.max_tokens_per_micro_batch or "auto",
     }
@@ -434,7 +451,7 @@ def _engine_need(
         asleep_nbytes=ENGINE_ASLEEP_NBYTES,
         kv_num_tokens=pool.kv_cache_num_tokens,
         least_kv_num_tokens=context_len,
-        most_kv_num_tokens=pool.max_num_seqs * context_len,
+        most_kv_num_tokens=pool.num_seqs * context_len,
         sleeps=SLEEPING_TAGS[pool.sleep if isinstance(pool, PoolSettings) else "all"],
     )
 

@@ -60,7 +60,7 @@ def pool_spec(
         "model_path": str(model_path.absolute()),
         "dtype": dtype,
         "device": device,
-        "max_num_seqs": pool.max_num_seqs,
+        "max_num_seqs": pool.num_seqs,
         "max_context_len": max_context_len,
         "kv_cache_num_tokens": plan.kv_num_tokens.get(name, pool.kv_cache_num_tokens),
         "tick_ms": pool.tick_ms,
@@ -138,7 +138,7 @@ def auxiliary_dispatch(name: str, pool: AuxiliaryPoolSettings) -> DispatchConfig
         pool=name,
         max_context_len=auxiliary_context_len(name, pool),
         vocab_size=_read(vocab_size, name, pool),
-        max_running_per_engine=pool.max_num_seqs,
+        max_running_per_engine=pool.num_seqs,
         max_inflight_per_engine=pool.max_inflight_per_engine,
         # Requests have deadlines of their own, and waiting for a sleeping pool is not a failure.
         engine_timeout_s=pool.request_timeout_s,

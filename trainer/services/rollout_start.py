@@ -77,7 +77,7 @@ def start_rollouts(
     stops = tokenizer.stop_token_ids(config.rollout.stop_token_ids)
     shown = ", ".join(f"{tokenizer.decode_all([token])!r} ({token})" for token in stops)
     display.note(f"completions end with {shown}")
-    starter.start_manager(prompts, stops, world_size, device_type)
+    starter.start_manager(config, prompts, stops, world_size, device_type)
     return prompts.num_train, identity
 
 

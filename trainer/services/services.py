@@ -76,7 +76,6 @@ class ServiceStarter:
     ) -> None:
         self._session = session
         self._display = display
-        self._config = config
         self._executor = executor
         self._started: list[Future[object]] = []
         self._num_nodes = _count_nodes(session)
@@ -104,27 +103,26 @@ class ServiceStarter:
         for future in self._workers:
             future.result()
 
-    def start_engines(self, plan: Plan, device_type: str) -> None:
+    def start_engines(self, config: TrainerConfig, plan: Plan, device_type: str) -> None:
         """Starts engines once the workers serve; pools that share memory start one by one.
-        `device_type` is the trainer's."""
-        config = self._config
+        `config` has what the memory plan settled; `device_type` is the trainer's."""
         in_turn: list[PoolSpec] = []
         for name in config.pools:
             spec = auxiliary_pool_spec(name, config, plan, device_type, POOL)
             if spec.mode == "colocated":
                 in_turn.append(spec)
             else:
-                self._start(partial(self._create_pools, [spec]))
+                self._start(partial(self._create_pools, config, [spec]))
         policy = engine_pool_spec(config, plan, device_type)
-        self._start(partial(self._create_pools, [*in_turn, policy]))
+        self._start(partial(self._create_pools, config, [*in_turn, policy]))
 
-    def _create_pools(self, specs: Sequence[PoolSpec]) -> None:
+    def _create_pools(self, config: TrainerConfig, specs: Sequence[PoolSpec]) -> None:
         self.wait_for_workers()
         for spec in specs:
             with starting_engines(self._display, self._session, spec):
                 self._session.create_pool(spec)
-            if spec.name in self._config.pools:
-                self._session.spawn(generator_spec(spec.name, self._config))
+            if spec.name in config.pools:
+                self._session.spawn(generator_spec(spec.name, config))
 
     def _show_workers(self) -> None:
         num_workers = len(self._workers)
@@ -136,16 +134,21 @@ class ServiceStarter:
             wait(self._workers)
 
     def start_manager(
-        self, prompts: PromptFiles, stop_token_ids: list[int], world_size: int, device_type: str
+        self,
+        config: TrainerConfig,
+        prompts: PromptFiles,
+        stop_token_ids: list[int],
+        world_size: int,
+        device_type: str,
     ) -> None:
         spec = manager_spec(
-            self._config,
+            config,
             prompts,
             stop_token_ids,
             world_size,
             device_type,
             self._num_nodes,
-            self._config.run.dir,
+            config.run.dir,
         )
         self._start(partial(self._session.spawn, spec))
 
@@ -283,7 +286,7 @@ def manager_spec(
             pool=POOL,
             max_context_len=max_context_len(config),
             vocab_size=vocab_size(config.model.path),
-            max_running_per_engine=config.pool.max_num_seqs,
+            max_running_per_engine=config.pool.num_seqs,
             max_inflight_per_engine=config.pool.max_inflight_per_engine,
             engine_timeout_s=config.pool.sync_timeout_s,
             delta_timeout_s=config.pool.stall_limit_s + _DELTA_MARGIN_S,

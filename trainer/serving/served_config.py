@@ -132,7 +132,7 @@ def _policy(config: ServeConfig) -> ServedPoolConfig:
         pool=POOL,
         max_context_len=max_context_len(config),
         vocab_size=vocab_size(config.model.path),
-        max_running_per_engine=config.pool.max_num_seqs,
+        max_running_per_engine=config.pool.num_seqs,
         max_inflight_per_engine=config.pool.max_inflight_per_engine,
         # It waits while at most one other pool is awake.
         engine_timeout_s=config.pool.sync_timeout_s + max(turns_s, default=0.0),

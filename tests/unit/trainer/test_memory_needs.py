@@ -366,6 +366,35 @@ def test_nothing_stays_awake_without_a_plan_or_beside_a_judge(umbra_tiny_model_d
 
 
 @pytest.mark.parametrize(
+    ("given", "num_groups", "num_gpus", "num_seqs"),
+    [
+        ({}, 48, 1, 384),
+        ({}, 65, 2, 260),
+        ({}, 8, 1, 256),
+        ({}, 100, 1, 512),
+        ({"max_num_seqs": 100}, 48, 1, 100),
+        ({"device": "cpu"}, 48, 1, 256),
+    ],
+)
+def test_an_engine_has_all_of_its_part_of_a_step_at_a_time(
+    umbra_tiny_model_dir: Path,
+    given: dict[str, Any],
+    num_groups: int,
+    num_gpus: int,
+    num_seqs: int,
+) -> None:
+    pool = {"mode": "standalone", "max_context_len": 64, "max_num_seqs": None, **given}
+    rollout = {"groups_per_step": num_groups, "group_size": 8}
+    config = config_of(umbra_tiny_model_dir, pool=pool, rollout=rollout)
+    gpus = tuple(map(str, range(1 + num_gpus)))
+    plan = plan_pools(config, "policy", device_type="cuda", nodes=[Node(gpus=gpus, num_ranks=1)])
+
+    _, settled = plan_job_memory(config, "policy", plan, [[80 * GIB] * len(gpus)], "cuda")
+
+    assert settled.pool.num_seqs == num_seqs
+
+
+@pytest.mark.parametrize(
     ("engine", "mode", "is_early"),
     [
         ("vllm", "hybrid", True),
