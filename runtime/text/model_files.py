@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final, cast
 
 from umbra.runtime.disk import similar_path
-from umbra.runtime.errors import DataError
+from umbra.runtime.errors import ConfigError, DataError
 
 # Longest context if the config does not set one; an engine's KV cache grows with it.
 _DEFAULT_CONTEXT_LEN: Final = 4096
+# Class names of transformers end in the task: BertForMaskedLM, Qwen2ForSequenceClassification.
+_OTHER_TASK: Final = re.compile("For(?!CausalLM|ConditionalGeneration)[A-Z]")
 
 
 def read_model_config(model_path: Path) -> dict[str, Any]:
@@ -32,6 +35,32 @@ def read_model_config(model_path: Path) -> dict[str, Any]:
     elif (model_path / "adapter_config.json").exists():
         advice = "it has a LoRA adapter and no model: give the folder of a merged export"
     return _read_json(model_path / "config.json", advice)
+
+
+def check_causal(setting: str, model_path: Path) -> None:
+    """Raises ConfigError if the model is not a causal language model by its config.json. Encoders
+    whose config leaves that open are found when they are built."""
+    config = read_model_config(model_path)
+    names = cast("list[str]", config.get("architectures") or [])
+    reason = ""
+    if names and all(map(_OTHER_TASK.search, names)):
+        reason = f"is a {names[0]}"
+    for section in _sections(config):
+        if section.get("is_encoder_decoder"):
+            reason = "has an encoder, which reads the prompt"
+        elif section.get("is_causal") is False or (
+            section.get("use_bidirectional_attention") in (True, "all")
+        ):
+            reason = "has attention that sees later tokens"
+    if reason:
+        raise not_causal(setting, model_path, reason)
+
+
+def not_causal(setting: str, model_path: Path, reason: str) -> ConfigError:
+    return ConfigError(
+        f"{setting}: {model_path} {reason}; give a causal language model, which predicts each "
+        "token from those before it"
+    )
 
 
 def vocab_size(model_path: Path) -> int:

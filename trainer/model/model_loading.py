@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from umbra.runtime.engine_api.kept_tokens import Truncation
 from umbra.runtime.engine_api.weight_files import has_own_head
 from umbra.runtime.errors import ConfigError, DataError
-from umbra.runtime.text.model_files import default_context_len, read_model_config
+from umbra.runtime.text.model_files import default_context_len, not_causal, read_model_config
 from umbra.trainer.config.trainer_config import ModelSection, TrainerConfig
 from umbra.trainer.model.compiling import decoder_blocks
 from umbra.trainer.model.lora_layers import LoraAdapters, origin
@@ -75,8 +75,8 @@ def prepare_causal_lm(section: ModelSection, dtype: torch.dtype) -> PreparedMode
 
     The parameters take no memory if the weights have the model's own names. transformers loads
     all others on the CPU, converts them, or reports what is missing. Raises DataError for
-    weights that are missing, unreadable or incomplete, and ConfigError for packed attention that
-    the model cannot use.
+    weights that are missing, unreadable or incomplete, and ConfigError for an encoder, or for
+    packed attention that the model cannot use.
     """
     model = _without_memory(section, dtype)
     is_packed = _choose_attention(section, model)
@@ -103,6 +103,11 @@ def _without_memory(section: ModelSection, dtype: torch.dtype) -> nn.Module:
             model.generation_config = generation.from_pretrained(str(section.path))
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise DataError(f"model.path: {section.path} cannot be loaded: {error}") from error
+    text_config: Any = model.config.get_text_config()
+    # Other configs may have a stray `is_decoder` of an older transformers.
+    if hasattr(text_config.__class__, "is_decoder") and not text_config.is_decoder:
+        reason = f"is a {type(model).__name__} without is_decoder in its config.json"
+        raise not_causal("model.path", section.path, reason)
     model.config.use_cache = False
     assert isinstance(model, nn.Module)
     return model.eval()

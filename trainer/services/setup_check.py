@@ -15,7 +15,7 @@ from umbra.runtime.engine_api.pool_settings import EnginePoolSettings
 from umbra.runtime.engine_api.weight_files import WeightFiles, is_tied
 from umbra.runtime.errors import ConfigError, DataError, how_to_install
 from umbra.runtime.package_versions import is_installed
-from umbra.runtime.text.model_files import read_model_config, vocab_size, vocabulary
+from umbra.runtime.text.model_files import check_causal, read_model_config, vocab_size, vocabulary
 from umbra.trainer.checkpoint.run_dir import check_kind, check_run_dir
 from umbra.trainer.config.trainer_config import (
     ModelSection,
@@ -85,7 +85,7 @@ def check_models(config: TrainerConfig | ServeConfig, only: str = "") -> None:
         is_trained = section == "pool" and isinstance(config, TrainerConfig)
         if is_trained or kind.reads_weight_files:
             setting = "model.path" if section == "pool" else f"{section}.model_path"
-            check_weights(setting, folder, reads_all=kind.wraps_library and not is_trained)
+            check_model(setting, folder, reads_all=kind.wraps_library and not is_trained)
 
 
 def _kind(pool: EnginePoolSettings) -> EngineKind:
@@ -96,9 +96,10 @@ def _kind(pool: EnginePoolSettings) -> EngineKind:
     )
 
 
-def check_weights(setting: str, folder: Path, *, reads_all: bool = False) -> None:
-    """Raises DataError for incomplete weights. With `reads_all`, an engine reads every safetensors
-    file of a folder without an index."""
+def check_model(setting: str, folder: Path, *, reads_all: bool = False) -> None:
+    """Raises ConfigError unless the model is causal, and DataError for incomplete weights. With
+    `reads_all`, an engine reads every safetensors file of a folder without an index."""
+    check_causal(setting, folder)
     try:
         stored = WeightFiles(folder)
     except DataError as error:
@@ -146,7 +147,7 @@ def check_critic(config: TrainerConfig) -> None:
     DataError if it is incomplete."""
     path = config.critic.path
     if config.has_critic and path is not None:
-        check_weights("critic.path", path)
+        check_model("critic.path", path)
         own, other = vocabulary(config.model.path), vocabulary(path)
         check_vocabulary(config, "critic.path", path, own, other)
 

@@ -27,7 +27,7 @@ from umbra.trainer.data.sft_rows import SftRows
 from umbra.trainer.reporting.console import Console, ProgressDisplay
 from umbra.trainer.reporting.fatal_error_report import FatalErrorReporter
 from umbra.trainer.reporting.metrics_loggers import check_loggers
-from umbra.trainer.services.setup_check import check_lora, check_restarts, check_weights
+from umbra.trainer.services.setup_check import check_lora, check_model, check_restarts
 from umbra.trainer.world.signals import StopSignals
 
 _DESCRIPTION: Final = "Fine-tune a model on given answers; start it with torchrun."
@@ -74,7 +74,7 @@ def check_sft_setup(config: SftConfig, environment: TorchrunEnvironment) -> None
             f"sft.max_len = {max_len} exceeds the model's max_position_embeddings = {limit}: lower "
             "it to that or less"
         )
-    check_weights("model.path", model_path)
+    check_model("model.path", model_path)
     check_lora(config.model)
     if batch_size < environment.world_size:
         raise ConfigError(

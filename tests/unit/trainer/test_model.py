@@ -9,13 +9,20 @@ from typing import Any
 import pytest
 import torch
 from training_models import make_model, save_model
-from transformers import AutoModelForCausalLM, Lfm2Config, MambaConfig, NemotronConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Lfm2Config,
+    MambaConfig,
+    NemotronConfig,
+)
 from whole_model import load_whole_model
 
 from umbra.runtime.errors import ConfigError
 from umbra.trainer.config.trainer_config import ModelSection
 from umbra.trainer.model.model_loading import (
     _packing_obstacle,  # pyright: ignore[reportPrivateUsage]
+    prepare_causal_lm,
 )
 
 SMALL: dict[str, Any] = {
@@ -79,6 +86,24 @@ def test_what_is_not_only_attention_is_not_packed(
 
     assert not is_packed
     assert why in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_decoder", [False, True])
+def test_an_encoder_is_refused_though_its_config_names_a_head_that_generates(
+    tmp_path: Path, is_decoder: bool
+) -> None:
+    small = {**SMALL, "intermediate_size": 64, "is_decoder": is_decoder}
+    auto: Any = AutoModelForCausalLM
+    configs: Any = AutoConfig
+    auto.from_config(configs.for_model("bert", **small)).save_pretrained(tmp_path)
+    section = ModelSection(path=tmp_path)
+
+    if is_decoder:
+        prepare_causal_lm(section, torch.float32)
+        return
+    with pytest.raises(ConfigError, match=r"is a BertLMHeadModel without is_decoder"):
+        prepare_causal_lm(section, torch.float32)
 
 
 def test_a_state_shows_though_no_config_tells_of_it() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,13 @@ from weight_file import write_weight_file
 
 from umbra.runtime.cluster.environment import TorchrunEnvironment
 from umbra.runtime.errors import ConfigError, DataError, UmbraError
+from umbra.runtime.text.model_files import check_causal
 from umbra.trainer.config.config_file import check_config
+from umbra.trainer.config.sft_config import SftConfig
 from umbra.trainer.config.trainer_config import ServeConfig, TrainerConfig
 from umbra.trainer.services.chosen_settings import choose_settings
-from umbra.trainer.services.setup_check import check_models, check_setup
+from umbra.trainer.services.setup_check import check_critic, check_models, check_setup
+from umbra.trainer.sft.sft_command import check_sft_setup
 
 MODEL = {
     "model_type": "qwen3",
@@ -185,6 +189,53 @@ def test_files_that_an_engine_would_add_to_the_weights_are_refused(
             check_models(config, only=section)
     values["pools"] = {}
     check_models(config_of(values, "pool", engine=engine))  # the trainer sends what it reads
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ({"architectures": ["ModernBertForMaskedLM"]}, "is a ModernBertForMaskedLM; give a causal"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "is a LlamaForSequenceClass"),
+        ({"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True}, "encoder"),
+        ({"is_causal": False}, "sees later tokens"),
+        ({"text_config": {"use_bidirectional_attention": "all"}}, "sees later tokens"),
+        ({"architectures": ["RoFormerForCausalLM"], "is_encoder_decoder": False}, ""),
+        ({"architectures": ["Gemma4ForConditionalGeneration"]}, ""),
+        ({"architectures": ["GPT2LMHeadModel"], "is_decoder": False}, ""),
+        ({"use_bidirectional_attention": "vision"}, ""),
+    ],
+)
+def test_a_model_is_causal_by_its_config(tmp_path: Path, model: dict[str, Any], said: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(model))
+
+    if not said:
+        check_causal("critic.path", tmp_path)
+        return
+    with pytest.raises(ConfigError, match=rf"^critic.path: {tmp_path} .*{said}"):
+        check_causal("critic.path", tmp_path)
+
+
+def test_every_program_refuses_models_that_are_not_causal(values: dict[str, Any]) -> None:
+    write_teacher("encoder", {"architectures": ["BertForMaskedLM"]}, {})
+    encoder = {"path": "encoder"}
+    chats = {key: values[key] for key in ("model", "data", "train")}
+    served = {"model": encoder, "pool": {"engine": "vllm"}}
+    judge = {"model_path": "encoder", "engine": "vllm"}
+    checks: dict[str, Callable[[], None]] = {
+        "model.path: ": lambda: check_setup(config_of(values, "model", **encoder), environment()),
+        "critic.path": lambda: check_critic(
+            config_of(values | {"critic": encoder}, "train", advantage="gae")
+        ),
+        "pools.judge.model_path": lambda: check_models(config_of(values, "pools", judge=judge)),
+        "model.path": lambda: check_models(check_config(ServeConfig, served, "config")),
+        "model.path:": lambda: check_sft_setup(
+            check_config(SftConfig, chats | {"model": encoder}, "config"), environment()
+        ),
+    }
+
+    for setting, check in checks.items():
+        with pytest.raises(ConfigError, match=rf"^{setting}.* is a BertForMaskedLM"):
+            check()
 
 
 LONG_ROPE = {"rope_parameters": {"rope_type": "longrope"}, "original_max_position_embeddings": 64}
