@@ -274,8 +274,6 @@ class PolicyEngines:
     def _sync_again(self, version: int) -> None:
         """Publishes the current version again, to an engine that came up while this rank waits."""
         with span("sync again", version=version):
-            with self._stop.uninterruptible():
-                self._merged.merge()  # after the last step they are no longer
             self._sync(version)
 
     def _send_away(self) -> None:

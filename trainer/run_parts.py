@@ -368,8 +368,8 @@ class TrainingRun:
     def evaluate_at_end(self) -> None:
         """Evaluates the last weights."""
         self.save()  # first, because the evaluation may choose it as the best
-        self._end_evaluation(waits=True)
-        if self.publish():
+        if self.publish():  # before any wait, in which engines that come up get these weights
+            self._end_evaluation(waits=True)
             self._evaluate(self.step, is_last=True)
         self._engines.sleep_if_awake()  # for the export
 

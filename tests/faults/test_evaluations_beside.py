@@ -46,6 +46,27 @@ def test_training_continues_beside_an_evaluation_up_to_the_next_one(folder: Path
     assert all(share is not None and 0 <= share <= 1 for share in shares[:2])
 
 
+def test_engines_have_the_last_weights_before_a_run_waits_for_an_evaluation_beside_it(
+    folder: Path,
+) -> None:
+    """An engine that comes up in that wait gets them under their own version."""
+    settings = ("train.eval_beside=true", "train.eval_at_start=false", "train.eval_every=3")
+    (folder / "held").mkdir()
+    (folder / "held" / "evaluation").touch()
+    with held_run(folder, "pool.mode=standalone", *settings, "train.steps=5") as (run, places):
+        run.wait_for_step(5, 2 * REACH_LIMIT_S)
+        versions = run.run_dir / "versions.jsonl"
+        run.wait_for("sync", lambda: '"step": 5' in versions.read_text() or None, REACH_LIMIT_S)
+        num_before = len(read_metrics(run.run_dir / "metrics.jsonl"))
+        places.release("evaluation")
+        ended = run.wait(END_LIMIT_S)
+
+    assert ended.status == 0, ended.output
+    rows = read_metrics(run.run_dir / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 3, 5]
+    assert num_before == 5
+
+
 @pytest.mark.parametrize(
     ("settings", "step", "later"),
     [
