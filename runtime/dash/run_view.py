@@ -45,7 +45,7 @@ class RunView:
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
-        self._metrics = JsonLines(run_dir / "metrics.jsonl", ("step", "eval/accuracy"))
+        self._metrics = JsonLines(run_dir / "metrics.jsonl", ("eval/accuracy", "eval/loss"))
         self._events = JsonLines(run_dir / "events.jsonl")
         self._evaluations = JsonLines(run_dir / "eval_samples.jsonl")
         self._samples = SampleIndex(run_dir)
@@ -75,21 +75,14 @@ class RunView:
                 self._job, self._job_read_at = await _ask_job(self._run_dir), now
             return json.dumps(facts | self._job | {"time": time.time()})
 
-    async def metrics(self, first_step: int) -> str:
-        """JSON: the rows of metrics.jsonl from a step on, thinned evenly if they are very many,
-        with all evaluations and the last row."""
+    async def metrics(self, first: int) -> str:
+        """JSON: the rows of metrics.jsonl from number `first` on, thinned evenly if they are very
+        many, with all evaluations, which may come after later steps, and the last row."""
         async with self._metrics_lock:
             await _in_thread(self._metrics.read_on)
-            rows = self._metrics.rows
-            start = len(rows)
-            while start and rows[start - 1].get("step", 0) >= first_step:
-                start -= 1
-            thinned = _thinned(start, len(rows), _MOST_ROWS)
-            kept = [
-                self._metrics.encoded[idx]
-                for idx in range(start, len(rows))
-                if idx in thinned or "eval/accuracy" in rows[idx]
-            ]
+            rows, encoded = self._metrics.rows, self._metrics.encoded
+            thinned = _thinned(first, len(rows), _MOST_ROWS)
+            kept = [encoded[idx] for idx in range(first, len(rows)) if idx in thinned or rows[idx]]
             return _answer(self._metrics, kept)
 
     async def events(self, first: int) -> str:

@@ -196,7 +196,7 @@ def test_only_reads_of_its_own_files_under_its_own_name_are_answered(tmp_path: P
 
     with dash(tmp_path) as url:
         port = url.rstrip("/").rpartition(":")[2]
-        found = json.loads(answer_of(url, "/api/metrics?from=2")[1])
+        found = json.loads(answer_of(url, "/api/metrics?from=1")[1])
         refused = {
             path: answer_of(url, path)[0]
             for path in ("/../secret", "/%2e%2e/secret", "/..%2fsecret", "/static/dash.js", "/x")

@@ -21,7 +21,7 @@ const charts = [];
 const files = {}; // which file each kind of lines came from
 const recorded = JSON.parse($("recorded")?.textContent ?? "null"); // a report's answers by address
 const evaluations = new Map(); // by step
-let run = null, events = [], numEvents = 0, numEvaluations = 0;
+let run = null, events = [], numEvents = 0, numMetrics = 0, numEvaluations = 0;
 // The list of samples: what was asked for, at which progress of the run, and whether it is on its way.
 let query = "order=newest", listed = null, listing = false;
 
@@ -92,7 +92,8 @@ async function news(kind, from, forget) {
 }
 
 async function readMetrics() {
-  const answer = await news("metrics", Math.max(0, ...rows.keys()), () => rows.clear());
+  const answer = await news("metrics", numMetrics, () => rows.clear());
+  numMetrics = answer.num_rows;
   for (const row of answer.rows) rows.set(row.step, { ...rows.get(row.step), ...row });
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,27 @@ def test_files_that_cannot_be_read_are_an_error_only_for_who_asks_for_them(tmp_p
 def test_a_run_directory_that_was_removed_is_reported_as_gone(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"the run directory {tmp_path}/run is gone"):
         asyncio.run(RunView(tmp_path / "run").state())
+
+
+@pytest.mark.parametrize("measured", ["eval/accuracy", "eval/loss"])
+def test_a_page_gets_evaluations_that_come_after_later_steps_and_all_of_a_long_run(
+    tmp_path: Path, measured: str
+) -> None:
+    """Those beside training come late, and of many rows only some are sent."""
+    rows = [{"step": step} for step in range(1, 9000)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    view = RunView(tmp_path)
+    seen = json.loads(asyncio.run(view.metrics(0)))
+    evaluated = [{"step": step, measured: 0.5} for step in (8998, 8999)]
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in evaluated)
+
+    new = json.loads(asyncio.run(view.metrics(seen["num_rows"])))
+    whole = json.loads(asyncio.run(view.metrics(0)))["rows"]
+
+    assert new["rows"] == evaluated
+    assert len(whole) < len(rows)
+    assert [row for row in whole if measured in row] == evaluated
 
 
 def test_lines_are_read_once_and_from_the_beginning_if_the_file_is_replaced(tmp_path: Path) -> None:
