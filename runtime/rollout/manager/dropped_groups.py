@@ -12,6 +12,9 @@ from umbra.runtime.rollout.dispatch.trajectory import Group
 
 _WINDOW: Final = 200
 """Recent groups over which `max_failed_share` is counted."""
+_UNLIKELY: Final = 0.001
+"""Probability of as many failures in a row from which a run ends before it has `_WINDOW` groups. A
+larger one may end a run by chance; a smaller one makes a broken function cost more groups."""
 _MAX_REPORTED: Final = 5
 _REPORT_WINDOW_S: Final = 60.0
 """Window of `_MAX_REPORTED`. More reports flood the console; fewer hide single prompts."""
@@ -53,20 +56,21 @@ class FailedGroups:
     def scored(self) -> None:
         self._have_failed.append(False)
 
-    def failed(self, group: Group, error: UmbraError, num_admitted: int) -> None:
-        """Counts a dropped group; raises like `error` if more failed than is allowed."""
+    def failed(self, group: Group, error: UmbraError) -> None:
+        """Counts a dropped group; raises like `error` if more failed than is allowed, or all so far
+        and too many for chance."""
         self._have_failed.append(True)
-        window = min(_WINDOW, num_admitted)
-        num_failed, allowed = sum(self._have_failed), int(self._max_failed_share * window)
-        counts = f"{num_failed} of the last {window} groups failed"
-        if num_failed > allowed:
+        share, num_failed = self._max_failed_share, sum(self._have_failed)
+        allowed = int(share * _WINDOW)
+        counts = f"{num_failed} of the last {len(self._have_failed)} groups failed"
+        if num_failed > allowed or (all(self._have_failed) and share**num_failed < _UNLIKELY):
             message = (
-                f"{error}; {counts}; rollout.max_failed_share = {self._max_failed_share:g} allows "
-                f"{allowed}"
+                f"{error}; {counts}; rollout.max_failed_share = {share:g} allows {allowed} of "
+                f"{_WINDOW}, but not all of the first"
             )
             is_reward = isinstance(error, RewardError)
             raise RewardError(message) if is_reward else RolloutError(message)
-        self._report(group, error, f"{counts}, {allowed} may")
+        self._report(group, error, f"{counts}, {allowed} of {_WINDOW} may")
 
     def _report(self, group: Group, error: UmbraError, counts: str) -> None:
         now = self._clock()

@@ -361,7 +361,7 @@ class World:
         prompt = Prompt("p", text, np.zeros(1, np.int32), {})
         sample = Trajectory("g/0", prompt, 0, budget=4, max_context_len=8)
         self._num_failed += 1
-        self.groups.failed(Group(f"g{self._num_failed}", [sample]), error, num_admitted=400)
+        self.groups.failed(Group(f"g{self._num_failed}", [sample]), error)
 
 
 def test_a_failed_group_is_reported_with_its_prompt_and_its_reason() -> None:
@@ -371,7 +371,7 @@ def test_a_failed_group_is_reported_with_its_prompt_and_its_reason() -> None:
 
     assert world.notes == [
         "group g1 (prompt '3,7=') is dropped: took longer than 120 s "
-        "(1 of the last 200 groups failed, 10 may)"
+        "(1 of the last 1 groups failed, 10 of 200 may)"
     ]
 
 
@@ -396,8 +396,8 @@ def test_many_groups_at_once_are_counted_and_reported_with_a_later_one() -> None
     world.fail(RewardError("no"))
 
     assert world.notes[5:] == [
-        "group g9 (prompt '3,7=') is dropped: no (9 of the last 200 groups failed, 200 may; for "
-        "the 3 before it see umbra ledger RUN_DIR --state dropped)"
+        "group g9 (prompt '3,7=') is dropped: no (9 of the last 9 groups failed, 200 of 200 may; "
+        "for the 3 before it see umbra ledger RUN_DIR --state dropped)"
     ]
 
 
@@ -414,3 +414,25 @@ def test_more_than_allowed_end_the_run_with_the_last_reason(kind: type[RolloutEr
         world.fail(kind("not again"))
 
     assert len(world.notes) == 3
+
+
+@pytest.mark.parametrize(("share", "num_failures"), [(0.0, 1), (0.05, 3), (0.5, 10)])
+def test_a_run_of_which_all_groups_failed_ends_early(share: float, num_failures: int) -> None:
+    world = World(share)
+    for _ in range(num_failures - 1):
+        world.fail(RewardError("no"))
+
+    with pytest.raises(RewardError, match=rf"{num_failures} of the last {num_failures} groups"):
+        world.fail(RewardError("no"))
+
+
+def test_failures_of_a_function_that_fails_rarely_are_allowed_from_the_start() -> None:
+    world = World(0.05)
+    for _ in range(5):
+        world.fail(RewardError("no"))
+        world.groups.scored()
+        world.fail(RewardError("no"))
+
+    assert world.notes[4].endswith("(5 of the last 7 groups failed, 10 of 200 may)")
+    with pytest.raises(RewardError, match=r"11 of the last 16 groups failed; .*= 0.05 allows 10"):
+        world.fail(RewardError("no"))

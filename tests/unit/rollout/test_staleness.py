@@ -307,30 +307,20 @@ def test_more_than_needed_are_generated_and_the_rest_is_too_old_on_policy() -> N
 
 
 def test_a_failure_costs_its_group_and_many_cost_the_job() -> None:
-    world = World(max_failed_share=0.5)
+    world = World()
     world.advance(0)
     world.fail("p0")
     assert world.failure is None
     assert list(world.running) == ids(1, 2)
     assert world.notes == [
-        "group p0 (prompt '') is dropped: no reward for p0 (1 of the last 2 groups failed, 1 may)"
+        "group p0 (prompt '') is dropped: no reward for p0 (1 of the last 1 groups failed, 10 of "
+        "200 may)"
     ]
     world.fail("p1")
-    assert world.failure is not None
-    assert "p1" in str(world.failure)
-    assert world.flow.dropped == {"reward failed": 2}
-
-
-def test_by_default_the_first_failure_of_a_small_job_ends_it() -> None:
-    world = World()
-    world.advance(0)
-
-    world.fail("p1")
-
-    assert "p1" in str(world.failure)
-    assert "1 of the last 2 groups failed; rollout.max_failed_share = 0.05 allows 0" in str(
-        world.failure
-    )
+    assert world.failure is None
+    world.fail("p2")
+    assert "p2; 3 of the last 3 groups failed" in str(world.failure)
+    assert world.flow.dropped == {"reward failed": 3}
 
 
 def test_groups_with_equal_rewards_count_among_those_that_did_not_fail() -> None:
@@ -343,7 +333,7 @@ def test_groups_with_equal_rewards_count_among_those_that_did_not_fail() -> None
 
     assert world.failure is None
     assert world.flow.dropped == {"all rewards equal": 1386, "reward failed": 14}
-    assert any("2 of the last 200 groups failed, 10 may" in note for note in world.notes)
+    assert any("2 of the last 200 groups failed, 10 of 200 may" in note for note in world.notes)
 
 
 def test_a_token_that_breaks_the_bound_is_never_delivered() -> None:
