@@ -41,6 +41,8 @@ _SECTIONS: Final = annotations_of(SftConfig) | annotations_of(TrainerConfig)
 _Config = TypeVar("_Config", TrainerConfig, ServeConfig, SftConfig)
 _NEAREST: Final = "~ "
 _OTHER: Final[Mapping[type, str]] = {SftConfig: "RL training", TrainerConfig: "SFT"}
+_LISTED: Final = " (docs/configuration.md lists all)"
+_MAX_SUGGESTED: Final = 3
 _ABSENT: Final = "umbra does not have it; see docs/coming-from.md"
 
 
@@ -152,20 +154,19 @@ def _unknown_hint(location: tuple[int | str, ...], given: Any, kind: type) -> st
     names = [str(part) for part in location]
     key = names[-1]
     known = [name for name in annotations_of(section) if _is_used([*names[:-1], name], kind)]
-    allowed = f" (allowed: {', '.join(sorted(known))})"
     # An auxiliary pool has settings of its own, whatever other sections and trainers call theirs.
     elsewhere = {} if names[0] == "pools" and len(names) > 2 else _settings(kind)
     found = elsewhere.get(key, [])
     if elsewhere and (hint := other_trainers_hint(names, given, kind)):
-        return f"; {hint}{allowed}"
+        return f"; {hint}{_LISTED}"
     if len(found) != 1:
         alike = sorted(known, key=lambda name: -_num_shared(key, name))
-        close = [name for name in alike[:1] if _num_shared(key, name)]
-        close = close or difflib.get_close_matches(key, known, n=1)
+        close = [name for name in alike[:_MAX_SUGGESTED] if _num_shared(key, name)]
+        close = close or difflib.get_close_matches(key, known, n=_MAX_SUGGESTED)
         similar = difflib.get_close_matches(key, list(elsewhere), n=1, cutoff=_SURE_RATIO)
         found = close or found or [name for near in similar for name in elsewhere[near]]
     hint = f"; did you mean {' or '.join(map(repr, found))}?" if found else ""
-    return hint + allowed
+    return hint + _LISTED
 
 
 def _num_shared(one: str, other: str) -> int:

@@ -531,7 +531,7 @@ def config(*overrides: str, **sections: Any) -> SftConfig:
         ("train.max_length=9", "'max_length' of TRL: use 'sft.max_len'"),
         ("train.beta=0.1", "'beta' of TRL: only RL training has a use for 'train.kl_coef': leave"),
         ("train.num_generations=4", "only RL training has a use for 'rollout.group_size'"),
-        ("train.kl_coeff=1", "train.kl_coeff is unknown (allowed: activation_checkpointing, betas"),
+        ("train.kl_coeff=1", "train.kl_coeff is unknown (docs/configuration.md"),
     ],
 )
 def test_a_setting_that_would_have_no_effect_is_refused(override: str, words: str) -> None:

@@ -360,7 +360,7 @@ def test_errors_of_file_and_command_line_name_their_source(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("train.stepz=3", ["train.stepz is unknown", "did you mean 'steps'?", "learning_rate"]),
+        ("train.stepz=3", ["train.stepz is unknown; did you mean 'steps'? (docs/configuration.md"]),
         ("trian.steps=3", ["trian is unknown", "did you mean 'train'?"]),
         ("rollout.min_lr_ratio=1", ["is unknown; did you mean 'train.min_lr_ratio'?"]),
         (
@@ -371,8 +371,10 @@ def test_errors_of_file_and_command_line_name_their_source(tmp_path: Path) -> No
         ("pool.timeout_s=1", ["pool.timeout_s is unknown; did you mean 'sync_timeout_s'?"]),
         ("train.ema_decay=0.9", ["train.ema_decay is unknown; did you mean 'ema'?"]),
         ("pools.judge.path=x", ["pools.judge.path is unknown; did you mean 'model_path'?"]),
-        ("train.colour=1", ["train.colour is unknown (allowed: "]),
-        ("model.dytpe=float32", ["model.dytpe is unknown", "did you mean 'dtype'", "allowed:"]),
+        ("train.clip_eps=1", ["did you mean 'clip_eps_low' or 'clip_eps_high' or 'eps'?"]),
+        ("train.advantages=1", ["did you mean 'advantage' or 'advantage_norm'?"]),
+        ("train.colour=1", ["train.colour is unknown (docs/configuration.md lists all)"]),
+        ("model.dytpe=float32", ["model.dytpe is unknown", "did you mean 'dtype'"]),
         ("train.steps=many", ["train.steps", "integer", "'many'"]),
         ("train.steps=0", ["train.steps", "greater than or equal to 1"]),
         ("train.steps=2.5", ["train.steps", "integer", "2.5"]),
@@ -511,7 +513,7 @@ def test_auxiliary_pools_have_names_of_their_own(config_file: Path) -> None:
         ),
         (
             ["pools.judge.model_path=m", "pools.judge.temperature=1"],
-            ["pools.judge.temperature is unknown (allowed: "],
+            ["pools.judge.temperature is unknown (docs/con"],
         ),
         (
             ["pools.judge.model_path=m", "pools.judge.mode=hybrid"],
