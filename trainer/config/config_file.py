@@ -81,28 +81,72 @@ def _read_toml(place: Path) -> dict[str, Any]:
 def check_config(
     kind: type[_Config], values: Mapping[str, Any], source: str, overrides: Sequence[str] = ()
 ) -> _Config:
-    """Checks the values of a config, with `overrides` in their place."""
-    parsed = [Override.parse(given) for given in overrides]
+    """Checks the values of a config, with `overrides` in their place. Leaves out what is wrong and
+    checks the rest: the error has a line for each problem that does not follow from another."""
+    problems: dict[str, None] = {}
+    parsed: list[Override] = []
     changed = copy.deepcopy(dict(values))
-    for override in parsed:
-        override.apply_to(changed)
-    try:
-        # As JSON, lists become tuples and text becomes paths; all else keeps its type. A date or
-        # time becomes text, which no number or truth value takes.
-        config = TypeAdapter(kind).validate_json(json.dumps(changed, default=str))
-    except ValidationError as error:
-        problems = [
-            _sourced(_describe(problem, kind), source, overrides_behind(problem, parsed, values))
-            for problem in error.errors(include_url=False)
-        ]
-        raise ConfigError("; ".join(problems)) from None
-    if not isinstance(config, ServeConfig) and (rules := refusals(config)):
-        problems = [
-            _sourced(rule.message(config), source, overrides_of(rule.settings, parsed, values))
-            for rule in rules
-        ]
-        raise ConfigError("; ".join(problems))
+    for given in overrides:
+        try:
+            override = Override.parse(given)
+            override.apply_to(changed)
+            parsed.append(override)
+        except ConfigError as error:
+            problems[str(error)] = None
+    unclear = [""] * bool(problems)  # settings and sections that are not as meant; "" is all
+    while True:
+        try:
+            # As JSON, lists become tuples and text becomes paths; all else keeps its type. A date
+            # or time becomes text, which no number or truth value takes.
+            config = TypeAdapter(kind).validate_json(json.dumps(changed, default=str))
+            break
+        except ValidationError as error:
+            found = [
+                each for each in error.errors(include_url=False) if not _follows(each, unclear)
+            ]
+        for problem in found:
+            behind = overrides_behind(problem, parsed, values)
+            problems[_sourced(_describe(problem, kind), source, behind)] = None
+        left_out = [name for problem in found if (name := _leave_out(problem, changed)) is not None]
+        if not left_out:
+            raise ConfigError("\n".join(problems))
+        unclear += left_out
+    if not isinstance(config, ServeConfig):
+        for rule in refusals(config):
+            if not any(_overlap(name, other) for name in rule.settings for other in unclear):
+                behind = overrides_of(rule.settings, parsed, values)
+                problems[_sourced(rule.message(config), source, behind)] = None
+    if problems:
+        raise ConfigError("\n".join(problems))
     return config
+
+
+def _follows(problem: Any, unclear: Sequence[str]) -> bool:
+    """Whether a setting is missing because it was left out."""
+    return problem["type"] == "missing" and _dotted(problem["loc"]) in unclear
+
+
+def _leave_out(problem: Any, values: dict[str, Any]) -> str | None:
+    """Removes what a pydantic error is about: a setting, or the section that lacks one. Returns
+    what is unclear then, for an unknown name its section; None if there is nothing to remove."""
+    location: tuple[int | str, ...] = problem["loc"]
+    if problem["type"] == "missing":
+        location = location[:-1]
+    table: Any = values
+    for depth, key in enumerate(location, 1):
+        if not isinstance(table, dict) or key not in table:
+            return None
+        inner: Any = cast("dict[int | str, Any]", table)[key]
+        if depth == len(location) or not isinstance(inner, dict):
+            del table[key]
+            is_unknown = problem["type"] == "unexpected_keyword_argument"
+            return _dotted(location[: depth - is_unknown])
+        table = cast("Any", inner)
+    return None
+
+
+def _dotted(location: Sequence[int | str]) -> str:
+    return ".".join(map(str, location))
 
 
 def _sourced(text: str, source: str, behind: Sequence[Override]) -> str:
@@ -115,7 +159,7 @@ def _sourced(text: str, source: str, behind: Sequence[Override]) -> str:
 def _describe(problem: Any, kind: type) -> str:
     """One pydantic error as `key: what is wrong, what is allowed`."""
     location: tuple[int | str, ...] = problem["loc"]
-    key = ".".join(str(part) for part in location)
+    key = _dotted(location)
     match problem["type"]:
         case "unexpected_keyword_argument":
             return f"{key} is unknown{_unknown_hint(location, problem['input'], kind)}"
@@ -240,6 +284,7 @@ class Override:
         """Sets the value in `values`, or removes the setting if the value is empty and it is
         optional. Raises ConfigError for a setting that no section has, or an empty required one."""
         is_removed = not self.text and _may_be_left_out(self.keys)
+        value = None if is_removed else self._value()
         table = values
         for key in self.keys[:-1]:
             inner: Any = table.get(key, {}) if is_removed else table.setdefault(key, {})
@@ -249,7 +294,7 @@ class Override:
         if is_removed:
             table.pop(self.keys[-1], None)
         else:
-            table[self.keys[-1]] = self._value()
+            table[self.keys[-1]] = value
 
     def _value(self) -> Any:
         """A TOML value; or the bare text, if it is not TOML or the key takes text."""
@@ -296,7 +341,7 @@ def overrides_of(
     return [
         one
         for one in _effective(overrides, file_values)
-        if any(_is_within(name, one.key) or _is_within(one.key, name) for name in settings)
+        if any(_overlap(name, one.key) for name in settings)
     ]
 
 
@@ -306,8 +351,10 @@ def _effective(overrides: Sequence[Override], file_values: Mapping[str, Any]) ->
     return [one for one in last.values() if one.text or _has(file_values, one.keys)]
 
 
-def _is_within(name: str, whole: str) -> bool:
-    return f"{name}.".startswith(f"{whole}.")
+def _overlap(one: str, other: str) -> bool:
+    """Whether one is the other, or within it. Everything is within ""."""
+    parts = zip(filter(None, one.split(".")), filter(None, other.split(".")), strict=False)
+    return all(left == right for left, right in parts)
 
 
 def _is_named(override: Override, text: str, file_values: Mapping[str, Any]) -> bool:

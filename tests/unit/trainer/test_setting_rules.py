@@ -275,7 +275,7 @@ def test_settings_of_a_critic_that_nothing_would_train_are_named() -> None:
 
 
 def test_all_refusals_are_named_at_once() -> None:
-    with pytest.raises(ConfigError, match=r"rollout\.temperature = 0\.0.*; .*train\.offload = "):
+    with pytest.raises(ConfigError, match=r"rollout\.temperature = 0\.0.*\n.*train\.offload = "):
         config_with("rollout.temperature=0.0 train.offload=all pool.mode=standalone")
 
 

@@ -351,8 +351,8 @@ def test_errors_of_file_and_command_line_name_their_source(tmp_path: Path) -> No
         load_config(path, ["pool.count=-1", "pools.judge.dtype=float32"])
 
     assert str(raised.value) == (
-        "pool.count=-1 (command line): use 0 or more, or 'auto', got -1; "
-        f"{path}: pools.judge.model_path is missing; "
+        "pool.count=-1 (command line): use 0 or more, or 'auto', got -1\n"
+        f"{path}: pools.judge.model_path is missing\n"
         f"{path}: train.steps: input should be greater than or equal to 1, got 0"
     )
 
@@ -548,9 +548,38 @@ def test_a_wrong_auxiliary_pool_is_an_error_with_its_remedy(
     assert f"{overrides[-1]} (command line): " in str(raised.value)
 
 
-def test_all_wrong_settings_are_named_at_once(config_file: Path) -> None:
-    with pytest.raises(ConfigError, match=r"pool\.count.*train\.steps"):
-        load_config(config_file, ["train.steps=0", "pool.count=-1"])
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["train.steps=0", "pool.count=-1"], ["pool.count=-1", "train.steps=0"]),
+        (
+            # unknown, out of range, refused by its section, and a refused combination
+            ["train.lr=1", "train.ema=-1", "pool.sleep=all", "rollout.top_k=1"],
+            ["train.ema=-1", "train.lr=1", "pool.sleep=all", "rollout.top_k=1"],
+        ),
+        (["train.betas=[2, 2]", "data.trian=x"], ["data.trian", "train.betas", "train.betas"]),
+        (["train.steps", "train.ema=-1"], ["override 'train.steps'", "train.ema=-1"]),
+        (["train.loss=x", "train.dual_clip=0.5"], ["train.loss=x", "train.dual_clip=0.5"]),
+        # What follows from another problem is none of its own.
+        (["reward.function=3:x"], ["reward.function=3:x"]),
+        (["rewards.function=a:b", "reward.function="], ["rewards.function=a:b"]),
+        (['model.path="a\\u0000b"'], ['model.path="a']),
+        (["pools.judge.model_path="], ["pools.judge.model_path= "]),
+        (["pool.gpus=[-1]", "pool.sleep=all"], ["pool.gpus=[-1]", "pool.sleep=all"]),
+    ],
+)
+def test_all_wrong_settings_are_named_at_once(
+    config_file: Path, overrides: list[str], said: list[str]
+) -> None:
+    standalone = "pool.mode=standalone"
+
+    with pytest.raises(ConfigError) as raised:
+        load_config(config_file, [standalone, *overrides])
+
+    lines = str(raised.value).splitlines()
+    assert len(lines) == len(said), lines
+    for line, start in zip(sorted(lines), sorted(said), strict=True):
+        assert line.removeprefix(f"{standalone} ").startswith(start), lines
 
 
 def test_a_missing_setting_is_named() -> None:
