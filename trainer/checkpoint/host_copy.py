@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from umbra.runtime.cluster.memory_plan import GIB
-from umbra.runtime.errors import ConfigError
 from umbra.runtime.process.host_memory import free_nbytes
 from umbra.runtime.weights.shards import local_part
-from umbra.trainer.model.host_offload import pinned_bytes
+from umbra.trainer.model.host_offload import host_buffers
 from umbra.trainer.world.mesh import Mesh, any_rank, from_each_rank
 
 logger = logging.getLogger(__name__)
@@ -23,13 +22,12 @@ images and sleeping weights; with less, training waits for disks though there is
 
 
 class HostCopy:
-    """This rank's parts of tensors, in host memory that it owns, reuses, and keeps (pinned if they
-    are on a GPU, and CUDA can lock as much)."""
+    """This rank's parts of tensors, in host memory that it owns, reuses, and keeps
+    (`host_buffers`)."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._is_short = False  # once a host lacked memory
-        self._pins = mesh.device.type == "cuda"
         self._parts: dict[str, Tensor] = {}
 
     @torch.no_grad()
@@ -40,10 +38,13 @@ class HostCopy:
         self._is_short = self._is_short or self._lacks_room(sum(p.nbytes for p in new.values()))
         if self._is_short:
             return {}
-        self._parts |= {name: self._buffer(part) for name, part in new.items()}
+        on_gpu = self._mesh.device.type == "cuda"
+        buffers = host_buffers([part.nbytes for part in new.values()], on_gpu=on_gpu)
+        for (name, part), buffer in zip(new.items(), buffers, strict=True):
+            self._parts[name] = buffer.view(part.dtype).view(part.shape)
         for name, part in parts.items():
             self._parts[name].copy_(part, non_blocking=True)
-        if self._mesh.device.type == "cuda":
+        if on_gpu:
             torch.cuda.synchronize(self._mesh.device)
         return {name: self._parts[name] for name in parts}
 
@@ -60,13 +61,3 @@ class HostCopy:
                 room / GIB,
             )
         return any_rank(on_host > room)
-
-    def _buffer(self, part: Tensor) -> Tensor:
-        if self._pins:
-            try:
-                return pinned_bytes(part.nbytes).view(part.dtype).view(part.shape)
-            except ConfigError as error:
-                self._pins = False
-                problem, _, _ = str(error).partition(":")
-                logger.warning("training waits longer for copies for checkpoints: %s", problem)
-        return torch.empty_like(part, device="cpu")

@@ -53,6 +53,7 @@ from umbra.trainer.reporting.metrics_loggers import check_loggers, logger_names
 from umbra.trainer.services.memory_needs import (
     ITEMSIZES,
     ModelSizes,
+    check_host_memory,
     plan_job_memory,
     planned_settings,
     trained_size,
@@ -191,6 +192,7 @@ class NodeChecks:
         yield cores_verdict(self._plan, self._environment.node_rank, allowed_cores())
         if is_first:
             yield verdict_of("memory plan", self._memory_plan)
+        yield self._verdict("host memory", self._host_memory, after="model")
         for name in (POOL, *self._config.pools):
             yield self._verdict(
                 f"engine {name}", lambda name=name: self._engine(name), after="model"
@@ -424,6 +426,18 @@ class NodeChecks:
             raise NotApplicable(*memory.notes)
         fits = f"fits with {planned_settings(config)}"
         return "\n".join([fits, *self._plan.table(memory.columns()), *memory.notes])
+
+    def _host_memory(self) -> str:
+        environment = self._environment
+        if not any(self._gpu_nbytes):
+            raise NotApplicable("no GPU here")
+        try:
+            nbytes = check_host_memory(
+                self._config, environment.world_size, environment.local_world_size
+            )
+        except DataError as error:
+            raise NotApplicable(f"the model's size is not known: {error}") from None
+        return f"ranks keep {nbytes / GIB:.1f} GiB in it"
 
     def _user_functions(self) -> str:
         try:

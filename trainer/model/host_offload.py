@@ -9,25 +9,21 @@ from __future__ import annotations
 import mmap
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator
-from typing import Any, Final, Literal
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from umbra.runtime.errors import ConfigError
+from umbra.runtime.weights.image.gpu_copies import lock_pages
 from umbra.runtime.weights.shards import local_part
 from umbra.trainer.model.train_model import TrainModel
 
 Offload = Literal["none", "optimizer", "all"]
 
-_REMEDY: Final = (
-    "train.offload needs as much of it as it takes from the GPU; set it to 'optimizer' or 'none'"
-)
-
 
 class HostOffload:
-    """Owns the host copies, which are reused (and pinned if the device is CUDA).
+    """Owns the host copies, which are reused (`host_buffers`).
 
     Each rank moves its own shards; nothing here is collective. Storages shrink to nothing and
     grow again under the tensors, so parameters, FSDP's views and the optimizer's state stay
@@ -64,10 +60,13 @@ class HostOffload:
 
     def _move_away(self) -> None:
         started = time.perf_counter()
-        for tensor in self._tensors():
-            key = _storage_key(tensor)
-            if key not in self._copies:
-                self._copies[key] = _HostCopy(tensor.untyped_storage())
+        storages = {_storage_key(tensor): tensor.untyped_storage() for tensor in self._tensors()}
+        new = {key: each for key, each in storages.items() if key not in self._copies}
+        sizes = [storage.nbytes() for storage in new.values()]
+        buffers = host_buffers(sizes, on_gpu=self._device.type == "cuda")
+        for (key, storage), buffer in zip(new.items(), buffers, strict=True):
+            self._copies[key] = _HostCopy(storage, buffer)
+        for key in storages:
             self._copies[key].send_away()
         self.is_away = True
         if self._device.type == "cuda":
@@ -110,7 +109,7 @@ class HostOffload:
         for optimizer in [model.optimizer for model in self._models if model.optimizer]:
             candidates += [value for value in optimizer.states.values() if value.ndim > 0]
         for tensor in map(local_part, candidates):
-            storage = tensor.untyped_storage()  # empty if another tensor of it was sent away
+            storage = tensor.untyped_storage()
             # On the CPU, where moving gains nothing, storages that numpy shares cannot be resized.
             if storage.nbytes() and storage.resizable():
                 yield tensor
@@ -119,11 +118,9 @@ class HostOffload:
 class _HostCopy:
     """The copy keeps the storage alive, which is empty while its bytes are on the host."""
 
-    def __init__(self, storage: torch.UntypedStorage) -> None:
+    def __init__(self, storage: torch.UntypedStorage, buffer: Tensor) -> None:
         self._storage = storage
-        nbytes = storage.nbytes()
-        is_pinned = storage.device.type == "cuda"
-        self._bytes = pinned_bytes(nbytes) if is_pinned else torch.empty(nbytes, dtype=torch.uint8)
+        self._bytes = buffer
         self.is_away = False
 
     def send_away(self) -> None:
@@ -151,35 +148,31 @@ def _storage_key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)  # pyright: ignore[reportPrivateUsage]
 
 
-def pinned_bytes(nbytes: int, remedy: str = _REMEDY) -> Tensor:
-    """[nbytes] uint8, page-locked until the tensor and all its views are gone. Raises ConfigError
-    with that remedy if memory is short or CUDA cannot lock it.
+def host_buffers(sizes: Sequence[int], *, on_gpu: bool) -> list[Tensor]:
+    """[nbytes] uint8 in host memory for each of `sizes`. Those for copies of what is `on_gpu` are
+    page-locked, until no view of them is left, or a warning says that CUDA cannot lock as much.
 
     torch rounds its own up to the next power of two (CachingHostAllocator): for the parameters of
     an 8B model on two GPUs, by a third.
     """
-    if nbytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    try:
+    buffers: list[Tensor] = []
+    may_lock = on_gpu
+    for nbytes in sizes:
+        if not may_lock or nbytes == 0:
+            buffers.append(torch.empty(nbytes, dtype=torch.uint8))
+            continue
         memory = mmap.mmap(-1, nbytes)  # page-aligned, and shared, so that no fork copies it
-    except OSError as error:
-        raise _too_little(nbytes, str(error), remedy) from error
-    locked = torch.frombuffer(memory, dtype=torch.uint8)
-    cuda: Any = torch.cuda
-    runtime = cuda.cudart()
-    status = runtime.cudaHostRegister(locked.data_ptr(), nbytes, 0)
-    if int(status) != 0:
-        raise _too_little(nbytes, runtime.cudaGetErrorString(status), remedy)
-    # The storage is freed with its last view; `memory` is kept until it has been unlocked.
-    unlocking = weakref.finalize(locked.untyped_storage(), _unlock, locked.data_ptr(), memory)
-    unlocking.atexit = False  # the end of the process unlocks it sooner
-    return locked
+        buffer = torch.frombuffer(memory, dtype=torch.uint8)
+        buffers.append(buffer)
+        may_lock = lock_pages(buffer.data_ptr(), nbytes, "copies of a GPU's memory")
+        if may_lock:
+            # The storage is freed with its last view; `memory` is kept until it has been unlocked.
+            address = buffer.data_ptr()
+            unlocking = weakref.finalize(buffer.untyped_storage(), _unlock, address, memory)
+            unlocking.atexit = False  # the end of the process unlocks it sooner
+    return buffers
 
 
 def _unlock(address: int, _memory: mmap.mmap) -> None:
     cuda: Any = torch.cuda
     cuda.cudart().cudaHostUnregister(address)
-
-
-def _too_little(nbytes: int, problem: str, remedy: str) -> ConfigError:
-    return ConfigError(f"{nbytes} bytes of host memory cannot be page-locked ({problem}): {remedy}")

@@ -12,12 +12,11 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 
 from umbra.runtime.weights.shards import local_part
-from umbra.trainer.model.host_offload import pinned_bytes
+from umbra.trainer.model.host_offload import host_buffers
 from umbra.trainer.model.lora_layers import matrices_of, merged
 from umbra.trainer.model.train_model import TrainModel
 
 _dist: Final[Any] = torch.distributed
-_REMEDY: Final = "frozen weights have a copy there: set model.lora.merge to false"
 
 
 class MergedWeights:
@@ -45,7 +44,7 @@ class MergedWeights:
         if self._is_merged or not self._weights:
             return
         if not self._frozen:
-            self._frozen = {n: _host_copy(local_part(w)) for n, w in self._weights.items()}
+            self._frozen = _host_copies(self._weights)
         matrices = _gathered(self._adapters)
         for name, weight in self._weights.items():
             local_part(weight).copy_(merged(name, weight, matrices, self._scale))
@@ -59,11 +58,14 @@ class MergedWeights:
             self._is_merged = False
 
 
-def _host_copy(part: Tensor) -> Tensor:
-    if not part.is_cuda:
-        return part.clone()
-    copy = pinned_bytes(part.nbytes, _REMEDY).view(part.dtype).view(part.shape)
-    return copy.copy_(part, non_blocking=True)
+def _host_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    parts = {name: local_part(tensor) for name, tensor in tensors.items()}
+    on_gpu = next(iter(parts.values())).is_cuda
+    buffers = host_buffers([part.nbytes for part in parts.values()], on_gpu=on_gpu)
+    return {
+        name: buffer.view(part.dtype).view(part.shape).copy_(part, non_blocking=True)
+        for (name, part), buffer in zip(parts.items(), buffers, strict=True)
+    }
 
 
 def _gathered(matrices: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from umbra.runtime.errors import ConfigError
 from umbra.runtime.process.nvml import gpu_sizes
 from umbra.runtime.session.session import Session
 from umbra.trainer.config.trainer_config import TrainerConfig
-from umbra.trainer.services.memory_needs import plan_job_memory
+from umbra.trainer.services.memory_needs import check_host_memory, plan_job_memory
 from umbra.trainer.services.pool_specs import plan_pools
 from umbra.trainer.services.services import POOL
 from umbra.trainer.world.mesh import pick_device, usable_gpus
@@ -34,7 +34,8 @@ class JobPlan:
 
     @classmethod
     def make(cls, config: TrainerConfig, session: Session, num_local_ranks: int) -> Self:
-        """Raises ConfigError if a rank or an engine has no place, or a phase does not fit a GPU."""
+        """Raises ConfigError if a rank or an engine has no place, a phase does not fit a GPU, or
+        what ranks keep in its memory this host."""
         if config.pool.count == 0 and not session.tcp_host:
             raise ConfigError(
                 "pool.count = 0 leaves the engines to machines that join, and this job listens on "
@@ -49,6 +50,8 @@ class JobPlan:
         gpu_nbytes = [node.gpu_nbytes for node in session.nodes]
         gpu_nbytes = gpu_nbytes or [gpu_sizes(placement.nodes[0].gpus)]
         memory, config = plan_job_memory(config, POOL, placement, gpu_nbytes, device_type)
+        if memory.expected_nbytes and placement.ranks:
+            check_host_memory(config, len(placement.ranks), num_local_ranks)
         return cls(
             config=config,
             placement=replace(placement, kv_num_tokens=memory.kv_num_tokens),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -10,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal, Self, cast
 
-from umbra.runtime.cluster.memory_plan import EngineNeed, MemoryPlan, RankNeed, plan_memory
+from umbra.runtime.cluster.memory_plan import GIB, EngineNeed, MemoryPlan, RankNeed, plan_memory
 from umbra.runtime.cluster.placement import Plan
 from umbra.runtime.engine_api.engine_names import (
     ENGINE_ASLEEP_NBYTES,
@@ -30,8 +31,10 @@ from umbra.runtime.engine_api.pool_settings import (
 )
 from umbra.runtime.engine_api.weight_files import is_tied
 from umbra.runtime.errors import ConfigError, DataError
+from umbra.runtime.process.host_memory import free_nbytes
 from umbra.runtime.text.model_files import default_context_len, read_model_config
 from umbra.trainer.config.trainer_config import TrainerConfig
+from umbra.trainer.model.host_offload import Offload
 from umbra.trainer.model.stored_weights import StoredWeights
 from umbra.trainer.model.token_scoring import kept_logits_nbytes, scoring_nbytes
 from umbra.trainer.model.train_model import wraps_layers
@@ -230,14 +233,9 @@ def engine_needs(config: TrainerConfig, host: str, device_type: str) -> dict[str
 def rank_need(config: TrainerConfig, sizes: ModelSizes, num_ranks: int) -> RankNeed:
     """The GPU memory of a rank: the policy and the critic, which have gradients and activations in
     turn, and the last sent weights if `pool.full_sync_every` has them kept."""
-    needs = [_LearnerNeed.of(config, sizes, num_ranks)]
-    if config.has_critic:
-        path = config.critic.path
-        of_critic = (sizes if path is None else ModelSizes.read(path)).without_head()
-        needs.append(_LearnerNeed.of(config.of_critic, of_critic, num_ranks))
-    parameters = sum(need.parameters_nbytes for need in needs)
-    held = parameters + sum(need.optimizer_nbytes for need in needs)
-    left = {"none": held, "optimizer": parameters, "all": 0}[config.train.offload]
+    needs = _learner_needs(config, sizes, num_ranks)
+    held = sum(need.parameters_nbytes + need.optimizer_nbytes for need in needs)
+    left = held - sum(need.offloaded_nbytes(config.train.offload) for need in needs)
     num_scored = LargestMicroBatch.of(config, num_ranks).num_scored
     itemsize = ITEMSIZES[config.model.dtype]
     kept_nbytes = kept_logits_nbytes(num_scored, sizes.vocab_size, itemsize)
@@ -253,6 +251,39 @@ def rank_need(config: TrainerConfig, sizes: ModelSizes, num_ranks: int) -> RankN
         logits_nbytes=kept_nbytes * (not sizes.changes_logits),
         keeps_cache=config.pool.mode != "hybrid" or config.pool.sleep == "none",
     )
+
+
+def check_host_memory(config: TrainerConfig, num_ranks: int, num_on_host: int) -> int:
+    """The bytes that the ranks on this host, which have a GPU each, keep in its memory: what
+    `train.offload` moves there, and the frozen weights into which syncs merge adapters. Raises
+    ConfigError if less is free, and as `ModelSizes.read` does."""
+    sizes, changes = ModelSizes.read(config.model.path), list[str]()
+    each = 0
+    if config.train.offload != "none":
+        needs = _learner_needs(config, sizes, num_ranks)
+        each += sum(need.offloaded_nbytes(config.train.offload) for need in needs)
+        changes.append("train.offload = 'none'")
+    if config.model.lora.rank and config.model.lora.merge:
+        num_frozen = sum(map(math.prod, _adapted(config, sizes).values()))
+        each += ITEMSIZES[config.model.dtype] * num_frozen // num_ranks
+        changes.append("model.lora.merge = false")
+    needed, free = num_on_host * each, free_nbytes()
+    if needed > free:
+        raise ConfigError(
+            f"{num_on_host} ranks keep {needed / GIB:.1f} GiB in the memory of "
+            f"{socket.gethostname()}, where {free / GIB:.1f} GiB are free: give the job more "
+            f"(Slurm's --mem, docker's --memory), or set {' and '.join(changes)}"
+        )
+    return needed
+
+
+def _learner_needs(config: TrainerConfig, sizes: ModelSizes, num_ranks: int) -> list[_LearnerNeed]:
+    needs = [_LearnerNeed.of(config, sizes, num_ranks)]
+    if config.has_critic:
+        path = config.critic.path
+        of_critic = (sizes if path is None else ModelSizes.read(path)).without_head()
+        needs.append(_LearnerNeed.of(config.of_critic, of_critic, num_ranks))
+    return needs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,6 +319,10 @@ class _LearnerNeed:
             gradients_nbytes=master,
             activations_nbytes=_activations_nbytes(config, sizes, num_ranks),
         )
+
+    def offloaded_nbytes(self, offload: Offload) -> int:
+        both = self.parameters_nbytes + self.optimizer_nbytes
+        return {"none": 0, "optimizer": self.optimizer_nbytes, "all": both}[offload]
 
 
 def trained_size(config: TrainerConfig, sizes: ModelSizes) -> int:

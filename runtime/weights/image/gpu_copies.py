@@ -91,12 +91,30 @@ def cut_at_pieces(
             yield from cut_at_pieces(part, target.narrow(dim, first, last - first), piece_nbytes)
 
 
+def lock_pages(address: int, nbytes: int, what: str) -> bool:
+    """Locks pages, so that a GPU copies at full speed and asynchronously. False, with a warning, if
+    CUDA cannot lock them: copies then take longer."""
+    cuda: Any = torch.cuda
+    runtime = cuda.cudart()
+    status = runtime.cudaHostRegister(address, nbytes, _PORTABLE)
+    if int(status) == 0:
+        return True
+    logger.warning(
+        "%s are not page-locked, so that copies to and from GPUs take longer: %s",
+        what,
+        runtime.cudaGetErrorString(status),
+    )
+    with suppress(RuntimeError):  # torch raises the error once more, at its next kernel
+        torch.zeros(1, device="cuda")
+    return False
+
+
 class PageLocks:
-    """The locked pages of one mapping, in pieces, so that a GPU copies at full speed and
-    asynchronously. Owned by the `MappedImage`, which unlocks before it unmaps.
+    """The locked pages of one mapping, in pieces. Owned by the `MappedImage`, which unlocks before
+    it unmaps.
 
     If a piece cannot be locked, none stays locked, because no copy may be from memory that is
-    partly locked. Copies then take longer.
+    partly locked.
     """
 
     def __init__(self, memory: mmap.mmap) -> None:
@@ -107,20 +125,10 @@ class PageLocks:
     def lock(self, start: int, nbytes: int) -> None:
         if not self._may_lock or start in self._locked:
             return
-        cuda: Any = torch.cuda
-        runtime = cuda.cudart()
-        status = runtime.cudaHostRegister(self._address + start, nbytes, _PORTABLE)
-        if int(status) == 0:
+        if lock_pages(self._address + start, nbytes, "weights in shared memory"):
             self._locked.add(start)
             return
         self._may_lock = False
-        logger.warning(
-            "weights in shared memory are not page-locked, so that copies to and from GPUs take "
-            "longer: %s",
-            runtime.cudaGetErrorString(status),
-        )
-        with suppress(RuntimeError):  # torch raises the error once more, at its next kernel
-            torch.zeros(1, device="cuda")
         self.close()
 
     def close(self) -> None:

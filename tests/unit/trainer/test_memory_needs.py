@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig, Qwen3
 from umbra.runtime.cluster.memory_plan import GIB, RankNeed
 from umbra.runtime.cluster.placement import Node
 from umbra.runtime.engine_api.engine_names import ENGINE_ASLEEP_NBYTES
-from umbra.runtime.errors import DataError
+from umbra.runtime.errors import ConfigError, DataError
 from umbra.trainer.config.trainer_config import TrainerConfig, TrainSection
 from umbra.trainer.model import packing
 from umbra.trainer.model.micro_batches import MicroBatch
@@ -40,9 +40,11 @@ from umbra.trainer.model.packed_attention import PACKED_ATTENTION, register_pack
 from umbra.trainer.model.packing import Sample, pack
 from umbra.trainer.model.train_model import PassSettings, PreparedModel, TrainModel
 from umbra.trainer.policy_engines import TrainingRoom
+from umbra.trainer.services import memory_needs
 from umbra.trainer.services.memory_needs import (
     LargestMicroBatch,
     ModelSizes,
+    check_host_memory,
     engine_needs,
     plan_job_memory,
     rank_need,
@@ -435,6 +437,38 @@ def test_offloading_leaves_so_many_times_the_parameters(
 
     parameters = 4 * SIZES["8B"].num_parameters
     assert need.sync_nbytes - need.generation_nbytes == (3.0 - kept) * parameters
+
+
+@pytest.mark.parametrize(
+    ("train", "lora", "kept", "remedy"),
+    [
+        ({}, {}, 0.0, ""),
+        ({"offload": "optimizer"}, {}, 8.0, "set train.offload = 'none'"),
+        ({"offload": "all"}, {}, 12.0, "set train.offload = 'none'"),
+        ({}, {"rank": 8}, 2.0, "set model.lora.merge = false"),
+        ({}, {"rank": 8, "merge": False}, 0.0, ""),
+    ],
+)
+def test_ranks_that_would_keep_more_in_host_memory_than_is_free_are_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    train: dict[str, Any],
+    lora: dict[str, Any],
+    kept: float,
+    remedy: str,
+) -> None:
+    """`kept`: bytes for each parameter that is trained or has an adapter."""
+    monkeypatch.setattr(ModelSizes, "read", {tmp_path: SIZES["8B"]}.get)
+    config = config_of(tmp_path, train=train, model={"lora": lora})
+    of_layers = sum(map(math.prod, SIZES["8B"].matrices.values()))
+    needed = int(kept * (of_layers if lora else SIZES["8B"].num_parameters)) // 2
+
+    monkeypatch.setattr(memory_needs, "free_nbytes", lambda: needed)
+    assert check_host_memory(config, num_ranks=4, num_on_host=2) == needed
+    monkeypatch.setattr(memory_needs, "free_nbytes", lambda: needed - 1)
+    if remedy:
+        with pytest.raises(ConfigError, match=f"docker's --memory\\), or {remedy}$"):
+            check_host_memory(config, num_ranks=4, num_on_host=2)
 
 
 def test_muon_keeps_one_number_for_each_of_a_hidden_matrix(tmp_path: Path) -> None:
