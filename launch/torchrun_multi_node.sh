@@ -22,11 +22,6 @@ fi
 
 num_ranks=${NUM_RANKS:-$(python -m umbra.trainer.config.launch_values num_ranks "$@")}
 
-# torchrun would handle SIGHUP and pass it on to the ranks even if it is ignored.
-if [[ -n $(trap -p HUP) ]]; then
-    export PET_SIGNALS_TO_HANDLE=${PET_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGQUIT}
-fi
-
 max_restarts=${MAX_RESTARTS:-0}
 if [[ ${MIN_NODES:-$NUM_NODES} -lt $NUM_NODES && $max_restarts -eq 0 ]]; then
     echo "MIN_NODES=$MIN_NODES needs MAX_RESTARTS=N: torchrun restarts the ranks when nodes change" >&2

@@ -15,9 +15,4 @@ fi
 
 num_ranks=${NUM_RANKS:-$(python -m umbra.trainer.config.launch_values num_ranks "$@")}
 
-# torchrun would handle SIGHUP and pass it on to the ranks even if it is ignored.
-if [[ -n $(trap -p HUP) ]]; then
-    export PET_SIGNALS_TO_HANDLE=${PET_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGQUIT}
-fi
-
 exec torchrun --standalone --nproc-per-node "$num_ranks" -m umbra.trainer "$@"

@@ -1,17 +1,19 @@
-"""Changes to torchrun's own process: a stop may take its time, stops and errors end in words, and
-ranks of one machine meet at its loopback address.
+"""Changes to torchrun's own process: a stop may take its time, stops and errors end in words, nohup
+is respected, and ranks of one machine meet at its loopback address.
 
 torchrun kills ranks 30 s after it has passed a signal on, also in the middle of a checkpoint, and
 ends with a stack, whose cause is that signal, or a report of 20 lines for each rank that has
-reported its error. With --standalone it looks this machine's own name up, and waits for minutes
-where the name has no address. It loads the entry points of the group `torchrun.handlers` before it
-reads its settings. This one has no effect unless torchrun starts `umbra.trainer` or a program in
-it; only training gets the time. torchrun's own options and variables take precedence.
+reported its error. It passes SIGHUP on even where nohup has it ignored. With --standalone it looks
+this machine's own name up, and waits for minutes where the name has no address. It loads the entry
+points of the group `torchrun.handlers` before it reads its settings. This one has no effect unless
+torchrun starts `umbra.trainer` or a program in it; only training gets the time. torchrun's own
+options and variables take precedence.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from operator import attrgetter
 from types import TracebackType
@@ -29,6 +31,8 @@ _STOPPED: Final = frozenset(stop_status(number) for number in (*STOP_SIGNALS, PR
 def prepare_torchrun() -> object:
     """The entry point. Returns what torchrun expects, a maker of rendezvous handlers."""
     started = [given for given in sys.argv if given.startswith("umbra.trainer")]
+    if started and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGQUIT")
     if started and "--standalone" in sys.argv:
         os.environ.setdefault("PET_LOCAL_ADDR", "localhost")
     if {"umbra.trainer", "umbra.trainer.sft"} & set(started):

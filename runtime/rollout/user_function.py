@@ -28,7 +28,9 @@ def load_function(target: str, setting: str) -> Callable[..., Any]:
         raise ConfigError(f"{setting} {target!r} must be written module:function")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # a user's module may raise anything while it is imported
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
+        if isinstance(error, SystemExit) and type(error) is not SystemExit:
+            raise  # a signal ends this process
         raise ConfigError(
             f"{setting} {target!r}: importing {module_name!r} raised {describe(error)}"
             f"{_how_to_find(module_name, function_name, error)}"
@@ -48,7 +50,7 @@ def load_function(target: str, setting: str) -> Callable[..., Any]:
     return cast(Callable[..., Any], function)
 
 
-def _how_to_find(module_name: str, function_name: str, error: Exception) -> str:
+def _how_to_find(module_name: str, function_name: str, error: BaseException) -> str:
     if module_name.endswith(".py"):
         return f". Write {f'{module_name[:-3]}:{function_name}'!r}, the module without .py."
     if isinstance(error, ImportError):

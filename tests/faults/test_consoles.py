@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +11,6 @@ from whole_runs import START_LIMIT_S, Run, Terminal, start_run
 from umbra.trainer.reporting.metrics_loggers import read_metrics
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
-
-LAUNCH_SCRIPT = Path(__file__).parents[2] / "launch" / "torchrun_single_node.sh"
 
 
 def check_finished(run: Run, steps: int, *, names_loss: bool) -> None:
@@ -49,16 +45,15 @@ def test_a_closed_terminal_stops_the_run_with_a_checkpoint(folder: Path) -> None
     check_hung_up(run)
 
 
-def test_after_nohup_a_launched_run_outlives_its_terminal(folder: Path) -> None:
-    here = os.path.dirname(sys.executable)
+def test_after_nohup_a_run_outlives_its_terminal(folder: Path) -> None:
     with (
         Terminal() as terminal,
         start_run(
             folder,
             "train.steps=30",
             "train.export=true",
-            launcher=["nohup", str(LAUNCH_SCRIPT)],
-            environ={"NUM_RANKS": "2", "PATH": f"{here}:{os.environ['PATH']}"},
+            prefix=["nohup"],
+            is_forked=False,
             terminal=terminal,
         ) as run,
     ):

@@ -109,7 +109,6 @@ class Run:
         program: str,
         socket_root: Path | None,
         prefix: Sequence[str],
-        launcher: Sequence[str],
         terminal: Terminal | None,
         is_forked: bool,
     ) -> None:
@@ -122,14 +121,14 @@ class Run:
         self.socket_root = Path(self._traces.environment["UMBRA_SOCKET_ROOT"])
         command = [sys.executable, "-m", "torch.distributed.run", *torchrun]
         command = [*command, "--nproc-per-node", str(num_ranks)] if num_ranks else [sys.executable]
-        command = [*launcher] if launcher else [*command, "-m", program]
+        command += ["-m", program]
         is_wrapped = bool(prefix or terminal)
-        if is_forked and is_wrapped and num_ranks and not launcher:
+        if is_forked and is_wrapped and num_ranks:
             command = [sys.executable, preloaded_python.__file__, *command]
         command = [*prefix, *command, *settings]
         variables = _environment() | self._traces.environment | dict(environ)
         self.process: subprocess.Popen[bytes] | PreloadedProcess
-        if is_forked and not (is_wrapped or launcher):
+        if is_forked and not is_wrapped:
             self.process = PreloadedProcess(command, folder, variables, self._output)
             return
         with self._output.open("wb") as output:
@@ -327,7 +326,6 @@ def start_run(
     program: str = "umbra.trainer",
     socket_root: Path | None = None,
     prefix: Sequence[str] = (),
-    launcher: Sequence[str] = (),
     terminal: Terminal | None = None,
     is_forked: bool = True,
 ) -> Generator[Run]:
@@ -338,11 +336,10 @@ def start_run(
         program: the module that every rank runs.
         socket_root: the caller's, which outlives the run; None for a folder of its own.
         prefix: a program that runs the command line that follows it, such as a shell.
-        launcher: a command that gets config and settings instead of torchrun and `program`.
         terminal: controls the run and shows its output; None for no terminal.
         is_forked: torchrun and the ranks are forks of a process that has imported torch (see
             `preloaded_python`; needs the fixture `fork_server`). With a `prefix` or `terminal` only
-            the ranks are, and with a `launcher` nothing is.
+            the ranks are.
     """
     run = Run(
         folder,
@@ -353,7 +350,6 @@ def start_run(
         program=program,
         socket_root=socket_root,
         prefix=prefix,
-        launcher=launcher,
         terminal=terminal,
         is_forked=is_forked,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import socket
 import time
@@ -33,6 +34,8 @@ from umbra.trainer.world.run_files import (
     write_json,
     writing,
 )
+
+logger = logging.getLogger(__name__)
 
 # Files of an earlier run, which a new one moves to `_REPLACED`.
 _EARLIER: Final = (
@@ -354,7 +357,8 @@ def process_age_s() -> float:
 class RunLock:
     """Allows one run at a time in a run directory. Rank 0 holds the lock while its process uses the
     directory; the kernel releases it. Another process may hold it for `within_s` still: a network
-    file system may learn late that the node of the last rank 0 is lost."""
+    file system may learn late that the node of the last rank 0 is lost. One without locks allows
+    any number of runs."""
 
     def __init__(self, folder: Path, within_s: float = 0.0) -> None:
         self._path = folder / ".lock"
@@ -390,6 +394,12 @@ class RunLock:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
+        except OSError as error:  # of Lustre that is mounted without `flock`, or of FUSE
+            logger.warning(
+                "%s is on a file system without locks (%s): start no second run in it",
+                self._path.parent,
+                error.strerror,
+            )
         return True
 
     def __exit__(self, *exc_info: object) -> None:

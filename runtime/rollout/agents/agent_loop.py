@@ -15,6 +15,7 @@ the guide for users.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final
@@ -182,9 +183,9 @@ class AgentLoop:
                 return await self._thread.run_async(
                     lambda: self._reward(context, sample_id), sample_id
                 )
-        except RewardError:
+        except (RewardError, asyncio.CancelledError):
             raise
-        except (Exception, SystemExit) as error:  # user code may raise anything
+        except BaseException as error:  # user code may raise anything
             if deadline.expired:
                 raise RolloutError(
                     f"agent loop {self.target} took longer than {deadline.limit_s:.3g} s for "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import itertools
@@ -132,9 +133,9 @@ class RewardFunction:
         try:
             async with deadline:
                 return await self._call(prompts, completions, columns, sample_ids, deadline)
-        except RewardError:
+        except (RewardError, asyncio.CancelledError):
             raise
-        except (Exception, SystemExit) as error:  # user code may raise anything
+        except BaseException as error:  # user code may raise anything
             if deadline.expired:
                 raise RewardError(self._too_slow(samples)) from None
             raise RewardError(
@@ -156,13 +157,15 @@ class RewardFunction:
         sample_ids: Sequence[str],
         deadline: ExtendableDeadline,
     ) -> list[float]:
+        # Lists of its own: it may change them, and another function gets what it got.
+        arguments = {"prompts": [*prompts], "completions": [*completions], **columns}
+
         # The result is checked where user code runs, because reading it may run user code, too.
         def call() -> list[float]:
-            result = self._function(prompts=prompts, completions=completions, **columns)
-            return self._checked(result, sample_ids)
+            return self._checked(self._function(**arguments), sample_ids)
 
         async def call_async() -> list[float]:
-            result = await self._function(prompts=prompts, completions=completions, **columns)
+            result = await self._function(**arguments)
             return self._checked(result, sample_ids)
 
         label = sample_ids[0]

@@ -96,6 +96,32 @@ def exits(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
     sys.exit("enough")
 
 
+class LimitReached(BaseException):
+    """Like the exceptions of math-verify, func_timeout and pytest."""
+
+
+def reaches_a_limit(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    raise LimitReached("too slow")
+
+
+async def reaches_a_limit_later(
+    prompts: list[str], completions: list[str], **_: Any
+) -> list[float]:
+    await asyncio.sleep(0)
+    raise LimitReached("too slow")
+
+
+def interrupts(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    raise KeyboardInterrupt
+
+
+def empties_its_lists(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    num_samples = len(completions)
+    prompts.clear()
+    completions.clear()
+    return [0.0] * num_samples
+
+
 def stops(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
     return [next(iter(list[float]()))]
 

@@ -47,6 +47,9 @@ def test_only_the_columns_that_a_function_takes_are_given() -> None:
     [
         ("raises", r"raised KeyError: 'no such answer' \(.*user_rewards.py:\d+ in raises\)"),
         ("exits", "raised SystemExit: enough"),
+        ("reaches_a_limit", r"raised .*LimitReached: too slow \(.*in reaches_a_limit\)"),
+        ("reaches_a_limit_later", r"raised .*LimitReached: too slow \(.*in \w+_later\)"),
+        ("interrupts", r"raised KeyboardInterrupt \(.*in interrupts\)"),
         ("stops", r"raised StopIteration: \(.*user_rewards.py:\d+ in stops\)"),
         ("awaits_what_is_cancelled", r"awaited what its own code, .* \(.*in \w+_cancelled\)"),
         ("runs_what_is_cancelled", r"awaited what its own code, .* \(.*in \w+_cancelled\)"),
@@ -120,6 +123,12 @@ def test_rewards_add_up_by_weight_where_they_apply() -> None:
         "second": "[nan, 0.0]",
         "judge": "[1.0, 1.0]",
     }
+
+
+def test_a_function_that_changes_its_arguments_changes_those_of_no_other() -> None:
+    rewards, _ = add_up({"first": "empties_its_lists", "second": "length"}, {})
+
+    assert rewards == [1.0, 3.0]
 
 
 def test_a_sample_to_which_nothing_applies_gets_0(caplog: pytest.LogCaptureFixture) -> None:

@@ -76,6 +76,11 @@ def test_an_error_without_a_line_of_the_user_s_has_no_location(
     with pytest.raises(ConfigError, match=r"when_imported.py:2 in <module>\)"):
         load_function("umbra_test_fails_when_imported:f", "reward.function")
 
+    program = "import argparse as a\np = a.ArgumentParser()\np.parse_args(['x'])\n"
+    (tmp_path / "umbra_test_ends_when_imported.py").write_text(program)
+    with pytest.raises(ConfigError, match=r"raised SystemExit: 2 \(.*when_imported.py:3 in <mod"):
+        load_function("umbra_test_ends_when_imported:f", "reward.function")
+
 
 @pytest.mark.parametrize("name", ["time", "statistics"])  # time is part of the interpreter
 def test_a_file_named_like_a_module_of_python_is_answered_with_that(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import io
 import json
+import os
 import re
 import shutil
 import sys
@@ -24,6 +27,7 @@ from umbra.runtime.text.model_files import read_model_config
 from umbra.runtime.text.model_tokenizer import ModelTokenizer
 from umbra.trainer.checkpoint.run_dir import (
     RunDir,
+    RunLock,
     VersionCounter,
     begin_run,
     changed_settings,
@@ -1097,3 +1101,18 @@ def test_the_models_of_a_run_are_found_from_another_folder(
 
     assert found.model.path == tmp_path / "a"
     assert found.critic.path == tmp_path / "models/b"
+
+
+def test_a_file_system_without_locks_costs_the_lock_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def flock(descriptor: int, operation: int) -> None:  # as on Lustre without `-o flock`
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+
+    with RunLock(tmp_path):
+        pass
+
+    said = f"{tmp_path} is on a file system without locks (Function not implemented)"
+    assert said in caplog.text
