@@ -220,7 +220,7 @@ class Dispatcher:
         while self._waiting:
             turn = next(iter(self._waiting))
             group_engine = turn.group.last_engine if turn.group else None
-            engine = self._router.choose(turn.cost(), (turn.trajectory.last_engine, group_engine))
+            engine = self._router.choose(turn.cost(), turn.trajectory.last_engine, group_engine)
             if engine is None:
                 return
             del self._waiting[turn]

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterable
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -14,6 +13,10 @@ Column: TypeAlias = NDArray[np.float64]
 # most this many requests of the same cost, about one group. Higher piles long groups onto one
 # engine; lower scatters them, and each engine prefills the prompt again.
 _AFFINITY_REQUESTS: Final = 16
+# A request that must wait for a slot counts as this share of a full batch more. With a higher one,
+# faster engines idle while slower ones have full batches; with a lower one, requests wait for whole
+# generations where completions end together.
+_WAIT_SHARE: Final = 0.25
 # No engine counts as more than this many times slower than the fastest, so that a slow one still
 # gets requests and can be measured again. Higher strands an engine that once stalled.
 _MAX_SPEED_RATIO: Final = 8.0
@@ -45,8 +48,8 @@ class Router:
     the mean of the others.
 
     An engine works on `max_running` requests at a time and holds up to `max_inflight`. A request
-    that waits there begins when another one ends, and may then run alone for as many steps as a
-    full batch. It therefore counts as a full batch of its cost.
+    waits there only if engines that would begin it at once are far slower, or if the engine has the
+    trajectory's own tokens: to prefill a long context elsewhere takes longer than such a wait.
     """
 
     def __init__(self, max_inflight: int, max_running: int) -> None:
@@ -94,19 +97,23 @@ class Router:
         row = self._rows.get(engine)
         return 0 if row is None else self._max_inflight - int(self._inflight[row])
 
-    def choose(self, cost: int, prefer: Iterable[EngineId | None] = ()) -> EngineId | None:
-        """An engine for `cost` tokens, or None while all are full. `prefer`: best first."""
+    def choose(
+        self, cost: int, own: EngineId | None = None, groups: EngineId | None = None
+    ) -> EngineId | None:
+        """An engine for `cost` tokens, or None while all are full. `own` may have the trajectory's
+        tokens cached, and `groups` its prompt alone."""
         free = self._serving & (self._inflight < self._max_inflight)
         if not free.any():
             return None
         waits = self._inflight >= self._max_running
-        load = self._load + np.where(waits, (self._max_running - 1) * cost, 0)
-        speeds = self._relative_speeds()
-        idlest = int(np.where(free, (load + cost) / speeds, np.inf).argmin())
+        wait = np.where(waits, _WAIT_SHARE * self._max_running * cost, 0)
+        load, speeds = self._load, self._relative_speeds()
+        idlest = int(np.where(free, (load + wait + cost) / speeds, np.inf).argmin())
         limit = (load[idlest] + _AFFINITY_REQUESTS * cost) / speeds[idlest]
-        for engine in prefer:
+        begins = free if waits[idlest] else free & ~waits
+        for engine, fits in ((own, free), (groups, begins)):
             row = None if engine is None else self._rows.get(engine)
-            if row is not None and free[row] and load[row] / speeds[row] <= limit:
+            if row is not None and fits[row] and load[row] / speeds[row] <= limit:
                 return engine
         return self._engines[idlest]
 

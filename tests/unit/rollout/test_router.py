@@ -36,10 +36,10 @@ def test_a_cached_prefix_wins_over_a_little_more_load_only() -> None:
     router = make_router(A, B)
     router.charge(A, 16 * 10)
 
-    assert router.choose(10, prefer=[None, A]) == A, "sixteen such requests more than B has"
+    assert router.choose(10, groups=A) == A, "sixteen such requests more than B has"
 
     router.charge(A, 1)
-    assert router.choose(10, prefer=[A]) == B
+    assert router.choose(10, own=A) == B
 
 
 def test_long_tailed_work_is_spread_evenly() -> None:
@@ -78,35 +78,51 @@ def test_a_slow_engine_gets_less() -> None:
     assert router.fair_share(A) == pytest.approx(0.25)
 
 
+@pytest.mark.parametrize("num_slots", [8, 64])
 @pytest.mark.parametrize("speeds", [(100, 100), (100, 120)])
 def test_no_request_waits_at_an_engine_while_another_could_begin_it(
-    speeds: tuple[int, int],
+    speeds: tuple[int, int], num_slots: int
 ) -> None:
-    """Groups of eight prefer the engine of their first completion."""
-    router = make_router(A, B, max_inflight=80, max_running=64)
-    measure(router, dict(zip((A, B), speeds, strict=True)))
-    for engine in (A, B):
-        router.release(engine, 10)
+    """Groups of sixteen prefer the engine of their first completion."""
+    router = measured_router(dict(zip((A, B), speeds, strict=True)), num_slots)
 
     last: EngineId | None = None
-    for n in range(128):
-        last = router.choose(500, (last if n % 8 else None,))
+    for n in range(2 * num_slots):
+        last = router.choose(500, groups=last if n % 16 else None)
         assert last is not None
         router.charge(last, 500)
 
-    assert [router.capacity_left(engine) for engine in (A, B)] == [16, 16]
+    assert [router.capacity_left(engine) for engine in (A, B)] == [num_slots // 4] * 2
 
 
-def test_a_request_rather_waits_than_begins_at_an_engine_that_is_far_slower() -> None:
-    router = make_router(A, B, max_inflight=80, max_running=64)
-    measure(router, {A: 100, B: 800})
+def measured_router(tokens_per_s: dict[EngineId, int], num_slots: int) -> Router:
+    """Engines without requests, of different speeds."""
+    router = make_router(A, B, max_inflight=num_slots * 5 // 4, max_running=num_slots)
+    measure(router, tokens_per_s)
+    for engine in tokens_per_s:
+        router.release(engine, 10)
+    return router
 
-    for _ in range(100):
-        engine = router.choose(10)
+
+def test_requests_wait_at_an_engine_that_is_twice_as_fast_as_those_that_could_begin_them() -> None:
+    router = measured_router({A: 100, B: 200}, 64)
+
+    for _ in range(128):
+        engine = router.choose(500)
         assert engine is not None
-        router.charge(engine, 10)
+        router.charge(engine, 500)
 
-    assert router.capacity_left(B) == 0, "more than it works on at a time"
+    assert [router.capacity_left(engine) for engine in (A, B)] == [32, 0]
+
+
+def test_a_turn_rather_waits_at_the_engine_that_has_its_tokens_than_begins_at_another() -> None:
+    router = measured_router({A: 100, B: 100}, 64)
+    for engine, num_held in ((A, 64), (B, 56)):
+        for _ in range(num_held):
+            router.charge(engine, 500)
+
+    assert router.choose(500, own=A) == A
+    assert router.choose(500, groups=A) == B
 
 
 def test_an_engine_not_measured_yet_counts_as_the_mean_of_the_others() -> None:
@@ -165,11 +181,11 @@ def test_a_pause_is_not_taken_for_slowness(why: str) -> None:
 def test_affinity_is_worth_less_on_a_slow_engine() -> None:
     router = make_router(A, B, max_inflight=1000)
     measure(router, {A: 100, B: 800})
-    assert router.choose(10, prefer=[A]) == A
+    assert router.choose(10, own=A) == A
 
     router.charge(A, 30)
 
-    assert router.choose(10, prefer=[A]) == B, "forty tokens there take longer than 320 here"
+    assert router.choose(10, own=A) == B, "forty tokens there take longer than 320 here"
 
 
 class CheckedRouter:
@@ -210,7 +226,7 @@ class CheckedRouter:
                     self.router.release(engine, amount)
 
     def _request(self, cost: int, prefer: EngineId) -> None:
-        chosen = self.router.choose(cost, (None, prefer))
+        chosen = self.router.choose(cost, groups=prefer)
         has_capacity = {e for e in self.serving if len(self.held[e]) < self.max_inflight}
         if chosen is None:
             assert not has_capacity
