@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -127,12 +127,12 @@ def export_checkpoint(
         copy_files(section.path, folder, ("config.json", "generation_config.json"))
         correct_config(folder / "config.json", dtype, changes)
         write_shards(folder, tensors.sizes, tensors.read, max_shard_nbytes)
-        write_adapters(folder, section, trained.adapters)
+        write_adapters(folder, section, trained.adapters, dtype)
 
 
 class _Trained:
-    """A checkpoint's parameters of a model: all, or with LoRA the `adapters`, by name. Raises
-    ConfigError if it is of another model."""
+    """A checkpoint's parameters of a model: all, or with LoRA the `adapters`, by name, in at least
+    float32, as engines get them merged. Raises ConfigError if it is of another model."""
 
     def __init__(
         self, start: PreparedModel, saved: StoredParameters, lora: LoraSection, dtype: torch.dtype
@@ -149,7 +149,8 @@ class _Trained:
             for matrix, shape in adapter_shapes(name, layer, lora.rank).items():
                 shapes[matrix] = torch.empty(shape, device="meta")
         saved.check_fit(shapes, start.path)
-        self.adapters = {name: saved.read(name, dtype) for name in shapes}
+        wide = torch.promote_types(dtype, torch.float32)
+        self.adapters = {name: saved.read(name, wide) for name in shapes}
 
     def read(self, name: str, start: Tensor) -> Tensor:
         """A parameter in the dtype of `start`, its value in the model's directory, which may be
@@ -211,13 +212,14 @@ def export_policy(
     An existing `target` is replaced once the new one is complete. Until then rank 0 holds a full
     copy of the weights. Raises RunDirectoryError on every rank if the disk is full or the like.
     """
-    full = _gather(policy.tensors, mesh, dtype)
+    adapters = policy.stored if policy.adapters else {}
+    full = _gather(policy.tensors, mesh, dtype, kept={**policy.buffers, **adapters})
 
     def write() -> None:
-        adapters = {name: full.pop(name) for name in policy.stored} if policy.adapters else {}
-        for name, weight in full.items() if adapters else ():
-            full[name] = merged(name, weight, adapters, source.lora.scale)
-        write_whole_model(policy.model, full, target, source, dtype, adapters)
+        matrices = {name: full.pop(name) for name in adapters}
+        for name, weight in full.items() if matrices else ():
+            full[name] = merged(name, weight, matrices, source.lora.scale)
+        write_whole_model(policy.model, full, target, source, dtype, matrices)
 
     from_lead(mesh, write)
     return target
@@ -244,10 +246,12 @@ def write_whole_model(
         )
         # transformers writes the dtype of the live model, not that of the tensors.
         correct_config(folder / "config.json", dtype)
-        write_adapters(folder, source, adapters)
+        write_adapters(folder, source, adapters, dtype)
 
 
-def write_adapters(folder: Path, source: ModelSection, adapters: Mapping[str, Tensor]) -> None:
+def write_adapters(
+    folder: Path, source: ModelSection, adapters: Mapping[str, Tensor], dtype: torch.dtype
+) -> None:
     """Writes the folder `adapter`, if there are any, as PEFT's save_pretrained does."""
     if not adapters:
         return
@@ -272,13 +276,15 @@ def write_adapters(folder: Path, source: ModelSection, adapters: Mapping[str, Te
         config["target_parameters"] = ["experts.gate_up_proj", "experts.down_proj"]
     path.mkdir()
     (path / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    matrices = {name: matrix.contiguous() for name, matrix in peft_names(adapters).items()}
+    matrices = {name: each.to(dtype).contiguous() for name, each in peft_names(adapters).items()}
     save_file(matrices, path / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-def _gather(tensors: Mapping[str, Tensor], mesh: Mesh, dtype: torch.dtype) -> dict[str, Tensor]:
-    """All tensors, unsharded, in host memory of rank 0; nothing elsewhere. Buffers keep their
-    dtype. Collective."""
+def _gather(
+    tensors: Mapping[str, Tensor], mesh: Mesh, dtype: torch.dtype, kept: Collection[str]
+) -> dict[str, Tensor]:
+    """All tensors, unsharded, in host memory of rank 0; nothing elsewhere. They are cast to
+    `dtype`, except those whose names are in `kept`. Collective."""
     full: dict[str, Tensor] = {}
     wholes: dict[int, Tensor] = {}
     for name, tensor in tensors.items():
@@ -286,8 +292,7 @@ def _gather(tensors: Mapping[str, Tensor], mesh: Mesh, dtype: torch.dtype) -> di
         if id(tensor) not in wholes:
             whole = data.full_tensor() if isinstance(data, DTensor) else data
             if mesh.is_lead:
-                kept = dtype if isinstance(tensor, nn.Parameter) else whole.dtype
-                whole = whole.to("cpu", kept, copy=True)
+                whole = whole.to("cpu", whole.dtype if name in kept else dtype, copy=True)
             wholes[id(tensor)] = whole if mesh.is_lead else torch.empty(0)
         if mesh.is_lead:
             full[name] = wholes[id(tensor)]

@@ -99,6 +99,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory, fork_server: None) -> Ran:
         "misfit": ["load_into_another_model", f"{place}/saved/step-000002"],
         "half": ["export_model", f"{place}/qwen3", f"{place}/half-export", "bfloat16"],
         "routed": ["export_model", f"{place}/routed", f"{place}/routed-export", "bfloat16"],
+        "merged": ["export_merged", f"{place}/qwen3", f"{place}/merged"],
         "beside": ["export_beside_leftovers", f"{place}/qwen3", f"{place}/beside"],
         "unused": ["save_and_load_with_an_unused_parameter", f"{place}/unused"],
         "given up": ["save_many", f"{place}/back", [10, 20, 30, 40], 4],
@@ -269,6 +270,21 @@ def test_what_chooses_experts_keeps_its_precision_in_an_export(ran: Ran) -> None
     for name, bias in before.items():
         assert bias.dtype == after[name].dtype == torch.float32
         assert torch.equal(bias, after[name])
+
+
+def test_exports_of_adapters_have_the_weights_that_engines_got(ran: Ran, tmp_path: Path) -> None:
+    """Adapters are more exact than the weights, and merged as they are."""
+    section = ModelSection(path=ran.folder / "qwen3", dtype="bfloat16")
+
+    export_checkpoint(section, ran.folder / "merged" / "step-000001", tmp_path / "again")
+
+    for folder in (ran.folder / "merged" / "export", tmp_path / "again"):
+        exported = load_file(folder / "model.safetensors")
+        assert len(exported) > 20
+        for name, tensor in exported.items():
+            assert np.array_equal(tensor.float().numpy(), ran.one["merged"][name]), name
+        adapters = load_file(folder / "adapter" / "adapter_model.safetensors")
+        assert {matrix.dtype for matrix in adapters.values()} == {torch.bfloat16}
 
 
 def choices_of_experts(tensors: dict[str, Any]) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from umbra.runtime.errors import UmbraError
 from umbra.runtime.rollout.dispatch.trajectory import GroupShape
 from umbra.runtime.rollout.manager.batch_answers import plan_batch
 from umbra.runtime.settings import to_wire
+from umbra.runtime.weights.shards import local_part
 from umbra.trainer.algorithms.advantages import normalize_over_batch
 from umbra.trainer.algorithms.base import LossInputs, LossMetric, LossOutput, load_loss
 from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore
@@ -49,7 +50,7 @@ from umbra.trainer.data.train_batch import (
 )
 from umbra.trainer.model import token_scoring
 from umbra.trainer.model.host_offload import HostOffload, Offload
-from umbra.trainer.model.lora_layers import LoraAdapters, matrices_of, merged
+from umbra.trainer.model.lora_layers import LoraAdapters, matrices_of, merged, origin
 from umbra.trainer.model.merged_weights import MergedWeights
 from umbra.trainer.model.micro_batches import MicroBatchBuilder
 from umbra.trainer.model.model_loading import replace_head
@@ -587,6 +588,22 @@ def export_model(world: Mesh, source: str, target: str, dtype: str) -> None:
     policy = TrainModel(PreparedModel(model, is_packed), world.fsdp, passes)
     section = ModelSection(path=Path(source))
     export_policy(policy, Path(target), world, source=section, dtype=getattr(torch, dtype))
+
+
+def export_merged(world: Mesh, source: str, folder: str) -> Arrays:
+    """Saves and exports float32 adapters of bfloat16 weights; returns the weights for engines."""
+    section = ModelSection(path=Path(source), dtype="bfloat16", lora=LoraSection(rank=4))
+    model, is_packed = load_whole_model(section, torch.bfloat16)
+    adapters = LoraAdapters(model, section.lora, torch.float32)
+    prepared = PreparedModel(model, is_packed, None, adapters, origin(section), path=section.path)
+    policy = TrainModel(prepared, world.fsdp, PassSettings(compute_dtype=torch.bfloat16), TRAIN)
+    for matrix in policy.stored.values():
+        torch.nn.init.normal_(local_part(matrix), std=0.1)
+    state = TrainerState(step=1, version=1, world_size=world.world_size, seed=0, **policy.origin)
+    CheckpointStore(Path(folder), world, keep=1).save(state, {POLICY: policy})
+    export_policy(policy, Path(folder) / "export", world, source=section, dtype=torch.bfloat16)
+    MergedWeights(policy).merge()
+    return {name: whole(tensor.float()) for name, tensor in policy.published.items()}
 
 
 def export_beside_leftovers(world: Mesh, source: str, target: str) -> list[str]:

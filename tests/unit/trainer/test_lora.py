@@ -285,7 +285,7 @@ def test_exported_adapters_name_a_base_that_any_folder_finds(
     source = ModelSection(path=Path(path), lora=LoraSection(rank=RANK))
     matrices = {f"q_proj.lora_{each}.weight": torch.ones(RANK, RANK) for each in "AB"}
 
-    write_adapters(Path(), source, matrices)
+    write_adapters(Path(), source, matrices, torch.float32)
 
     config = json.loads(Path("adapter/adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == base.format(here=tmp_path.resolve())
