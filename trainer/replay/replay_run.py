@@ -186,8 +186,9 @@ class ReplayReport:
             self._display.note(f"all metrics of {num_steps} steps are the run's, bit for bit")
         elif not self._has_own_gradients:
             self._display.note(
-                "note: all gradient norms are the run's: clipped, cispo, gspo and others are one "
-                "loss until a batch's second optimizer step; try it with train.mini_batches=4"
+                "note: all gradient norms are the run's. The optimizer's settings change those of "
+                "later steps: replay more. Clipped, cispo, gspo and others are one loss until a "
+                "batch's second optimizer step: try it with train.mini_batches=4"
             )
         for path in (run_dir.metrics, run_dir.checkpoints, run_dir.report, run_dir.plot):
             self._display.note(str(path))
