@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from umbra.trainer.config.trainer_config import ModelSection
 from umbra.trainer.model.model_loading import (
@@ -14,5 +15,5 @@ from umbra.trainer.model.model_loading import (
 
 def load_whole_model(section: ModelSection, dtype: torch.dtype) -> tuple[nn.Module, bool]:
     """The model with all its parameters on the CPU, and whether it uses packed attention."""
-    model = _from_pretrained(section, dtype)
+    model = _from_pretrained(section, dtype, AutoModelForCausalLM)
     return model, _choose_attention(section, model)

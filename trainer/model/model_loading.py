@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final, cast
@@ -74,18 +74,25 @@ def prepare_causal_lm(section: ModelSection, dtype: torch.dtype) -> PreparedMode
     """The causal language model in `section.path` with parameters in `dtype`.
 
     The parameters take no memory if the weights have the model's own names. transformers loads
-    all others on the CPU, converts them, or reports what is missing. Raises DataError for
-    weights that are missing, unreadable or incomplete, and ConfigError for an encoder, or for
-    packed attention that the model cannot use.
+    all others on the CPU, converts them, or reports what is missing. What the model itself does not
+    train, such as biases by which experts are chosen, is a buffer, and buffers stay in float32 if
+    the files have them so. Raises DataError for weights that are missing, unreadable or incomplete,
+    and ConfigError for an encoder, or for packed attention that the model cannot use.
     """
     model = _without_memory(section, dtype)
+    frozen = [name for name, each in model.named_parameters() if not each.requires_grad]
+    _make_buffers(model, frozen)
     is_packed = _choose_attention(section, model)
     weights = StoredWeights(section.path)
     obstacle = _conversion(model, dtype) or weights.obstacle(model)
+    buffers = weights.float32_buffers(model)
     if not obstacle:
+        for buffer in buffers.values():
+            buffer.data = buffer.float()
         return PreparedModel(model, is_packed, weights, path=section.path)
     logger.warning("every rank loads all weights of %s: %s", section.path, obstacle)
-    model = _from_pretrained(section, dtype)
+    model = _from_pretrained(section, dtype, _with_float32(type(model), buffers))
+    _make_buffers(model, frozen)
     if is_packed:
         _pack(model)
     return PreparedModel(model, is_packed, path=section.path)
@@ -111,6 +118,24 @@ def _without_memory(section: ModelSection, dtype: torch.dtype) -> nn.Module:
     model.config.use_cache = False
     assert isinstance(model, nn.Module)
     return model.eval()
+
+
+def _make_buffers(model: nn.Module, names: Iterable[str]) -> None:
+    """Turns parameters into buffers, which nothing trains or casts."""
+    for name in names:
+        module_name, _, last = name.rpartition(".")
+        module, value = model.get_submodule(module_name), model.get_parameter(name).data
+        delattr(module, last)
+        module.register_buffer(
+            last, torch.zeros_like(value, device="cpu") if value.is_meta else value
+        )
+
+
+def _with_float32(kind: type[nn.Module], names: Iterable[str]) -> type[nn.Module]:
+    """The class of a model that transformers loads with these tensors in float32."""
+    setting = "_keep_in_fp32_modules_strict"
+    endings = {name.rpartition(".")[2] for name in names} | {*(getattr(kind, setting) or ())}
+    return type(kind.__name__, (kind,), {"__module__": kind.__module__, setting: endings})
 
 
 def _read_config(section: ModelSection) -> Any:
@@ -207,9 +232,9 @@ def _drops_arguments(block: type[nn.Module]) -> bool:
     return inspect.getsource(inspect.unwrap(block.forward)).count("kwargs") == 1
 
 
-def _from_pretrained(section: ModelSection, dtype: torch.dtype) -> nn.Module:
+def _from_pretrained(section: ModelSection, dtype: torch.dtype, kind: Any) -> nn.Module:
     try:
-        model, report = _transformers().AutoModelForCausalLM.from_pretrained(
+        model, report = kind.from_pretrained(
             str(section.path),
             config=_read_config(section),
             dtype=dtype,

@@ -53,6 +53,15 @@ class StoredWeights:
                     )
         return ""
 
+    def float32_buffers(self, model: nn.Module) -> dict[str, Tensor]:
+        """The model's persistent buffers that are in float32 here, by the last parts of their
+        names, which no parameter has: transformers may rename the rest."""
+        found = {_last(name) for name, each in self._tensors.items() if each.dtype == "F32"}
+        found -= {_last(name) for name, _ in model.named_parameters()}
+        persistent = model.state_dict().keys()
+        buffers = {name: each for name, each in model.named_buffers() if name in persistent}
+        return {name: each for name, each in buffers.items() if _last(name) in found}
+
     @torch.no_grad()
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Writes this rank's part of each tensor, in the tensor's dtype. Not collective. The files
@@ -87,6 +96,10 @@ def distinct_tensors(model: nn.Module) -> list[tuple[list[str], Tensor]]:
     for name, tensor in state.items():
         found.setdefault(id(tensor), ([], tensor))[0].append(name)
     return list(found.values())
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _fill(name: str, tensor: Tensor, reader: Any) -> None:

@@ -162,6 +162,36 @@ def test_parameters_take_no_memory_before_they_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_converted", [True, False])
+@pytest.mark.parametrize("kind", ["minimax-m2", "ernie-moe"])
+def test_biases_that_choose_experts_are_buffers_and_keep_their_precision(
+    tmp_path: Path, kind: str, is_converted: bool, dtype: torch.dtype
+) -> None:
+    model = make_model(kind)
+    expected = biases(model)
+    for bias in expected.values():
+        torch.nn.init.normal_(bias, std=3.0)
+    model.save_pretrained(tmp_path, save_original_format=is_converted)
+
+    prepared = prepare_causal_lm(ModelSection(path=tmp_path), dtype)
+
+    found = biases(prepared.model)
+    if prepared.weights is not None:
+        prepared.weights.fill(found)
+    assert len(found) == 2
+    for name, bias in found.items():
+        assert not isinstance(bias, torch.nn.Parameter)
+        assert bias.dtype == torch.float32
+        assert torch.equal(bias, expected[name])
+
+
+def biases(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    state = model.state_dict(keep_vars=True)
+    return {name: each for name, each in state.items() if "e_score_correction_bias" in name}
+
+
+@pytest.mark.slow
 def test_generation_settings_are_kept(tmp_path: Path) -> None:
     folder = save_model(tmp_path)
     path = folder / "generation_config.json"

@@ -10,6 +10,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     DeepseekV3Config,
     GraniteConfig,
@@ -68,6 +69,9 @@ def make_model(kind: str = "qwen3", seed: int = 0, **changes: Any) -> Any:
         "num_experts": 4,
         "num_experts_per_tok": 2,
     }
+    ernie = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16}
+    ernie |= {"moe_layer_start_index": 0}
+    named: Any = AutoConfig
     configs: dict[str, Any] = {
         "qwen3": lambda: Qwen3Config(**qwen3),
         "qwen3-moe": lambda: Qwen3MoeConfig(**(base | experts)),
@@ -75,6 +79,8 @@ def make_model(kind: str = "qwen3", seed: int = 0, **changes: Any) -> Any:
         "granite": lambda: GraniteConfig(**base),
         "llama": lambda: LlamaConfig(**base),
         "deepseek-v3": lambda: DeepseekV3Config(**(base | latent | changes)),
+        "minimax-m2": lambda: named.for_model("minimax_m2", **(base | experts), rotary_dim=4),
+        "ernie-moe": lambda: named.for_model("ernie4_5_moe", **base, **ernie),
         "mistral-window": lambda: MistralConfig(**base, sliding_window=4),
     }
     torch.default_generator.manual_seed(seed)
