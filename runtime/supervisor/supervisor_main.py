@@ -18,6 +18,7 @@ import logging
 import os
 import resource
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -141,7 +142,7 @@ async def serve(config: SupervisorConfig, ready_fd: int, guardian_pid: int) -> N
 
 
 async def _look_around(supervisor: Supervisor, socket_dir: Path) -> None:
-    """Ends orphans, and reports once that the job's sockets were removed."""
+    """Ends orphans, and stops a job whose sockets were removed."""
     is_reachable = True
     while True:
         await asyncio.sleep(_LOOK_INTERVAL_S)
@@ -149,11 +150,12 @@ async def _look_around(supervisor: Supervisor, socket_dir: Path) -> None:
         if is_reachable and not socket_dir.exists():  # noqa: ASYNC240  it is node-local
             is_reachable = False
             text = (
-                f"{socket_dir} with this job's sockets was removed: what is connected continues, "
-                "but an actor that ends cannot be replaced; end the job with a checkpoint, and "
-                "resume it with UMBRA_SOCKET_ROOT set to a folder that nothing cleans"
+                f"{socket_dir} with this job's sockets was removed, so that no weights can be sent "
+                "and no actor replaced: the job is stopped; resume it with UMBRA_SOCKET_ROOT set "
+                "to a folder that nothing cleans"
             )
             supervisor.notes.note(text, "fault", "supervisor")
+            supervisor.stop_job(signal.SIGTERM, cause="its sockets were removed")
 
 
 def main() -> None:

@@ -1,8 +1,10 @@
-"""A signal that reaches only one rank ends the run like a signal to all of them."""
+"""A stop that reaches only one rank, or only the supervisor, ends the run like a signal to all."""
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -111,3 +113,14 @@ def test_signals_that_follow_each_other_leave_the_ranks_what_they_need_to_stop(
         places.release("step")
 
         check_stopped(run, signal.SIGTERM, signal.SIGHUP)
+
+
+def test_a_run_whose_sockets_are_removed_stops_before_it_needs_them(folder: Path) -> None:
+    with held_run(folder) as (run, places):
+        run.wait_for_step(1)
+        hold(run, places, "batch")
+        address = json.loads((run.run_dir / "supervisor.json").read_text())
+        shutil.rmtree(address["socket_dir"])
+
+        check_stopped(run, signal.SIGTERM)
+        assert "with this job's sockets was removed" in run.output

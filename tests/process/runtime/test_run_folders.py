@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from actor_specs import actor
 
-from umbra.runtime.errors import ActorDied, ConfigError
+from umbra.runtime.errors import ActorDied, ConfigError, JobFailed
 from umbra.runtime.testing.factories import SessionFactory
 
 pytestmark = pytest.mark.process
@@ -83,7 +83,7 @@ def test_a_run_directory_that_is_a_file_is_named(
 
 
 @pytest.mark.slow
-def test_a_socket_directory_that_is_removed_is_reported_and_what_is_connected_continues(
+def test_a_job_whose_socket_directory_is_removed_is_stopped_with_the_reason(
     umbra_session_factory: SessionFactory,
 ) -> None:
     session = umbra_session_factory()
@@ -97,7 +97,8 @@ def test_a_socket_directory_that_is_removed_is_reported_and_what_is_connected_co
         assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.05)
 
-    assert echo.call("who", timeout_s=30.0)
+    with pytest.raises(JobFailed, match="stopped by SIGTERM"):
+        echo.call("sleep", 30.0, timeout_s=60.0)
 
 
 @pytest.mark.parametrize(
