@@ -50,10 +50,12 @@ def _end_in_words(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     failed: list[Any] = list(getattr(error, "failures", {}).values())  # of torch's ChildFailedError
-    first = min(failed, key=attrgetter("timestamp"), default=None)
+    # By `FatalErrorReporter`: a rank that was killed leaves nothing, and the others name it.
+    reported = [failure for failure in failed if not isinstance(failure.message, str)]
     if kind.__name__ == "SignalException" or (failed and {f.exitcode for f in failed} <= _STOPPED):
         print("torchrun: ended by a stop; the lines above say what was saved", file=sys.stderr)
-    elif first is not None and not isinstance(first.message, str):  # by `FatalErrorReporter`
+    elif reported:
+        first = min(reported, key=attrgetter("timestamp"))
         print(f"torchrun: {first.message['message']}", file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, trace)

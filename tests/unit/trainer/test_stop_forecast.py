@@ -120,14 +120,18 @@ class SignalException(Exception):
 
 
 class RanksFailed(Exception):
-    """Like torchrun's ChildFailedError."""
+    """Like torchrun's ChildFailedError. Each rank has an exit code and its error, if it told one;
+    the last rank failed first."""
 
-    def __init__(self, *codes: int, told: str = "") -> None:
-        super().__init__(codes)
-        messages = ["Signal 15", {"message": told} if told else "To enable traceback see: https:"]
+    def __init__(self, *ranks: tuple[int, str]) -> None:
+        super().__init__(ranks)
         self.failures = {
-            rank: SimpleNamespace(exitcode=code, timestamp=-rank, message=messages[rank])
-            for rank, code in enumerate(codes)
+            rank: SimpleNamespace(
+                exitcode=code,
+                timestamp=-rank,
+                message={"message": told} if told else "To enable traceback see: https:",
+            )
+            for rank, (code, told) in enumerate(ranks)
         }
 
 
@@ -173,7 +177,7 @@ def test_ranks_of_one_machine_meet_whatever_its_name_resolves_to(
 
 
 @pytest.mark.usefixtures("of_the_trainer")
-@pytest.mark.parametrize("error", [SignalException("got 2"), RanksFailed(143, 143)])
+@pytest.mark.parametrize("error", [SignalException("got 2"), RanksFailed((143, ""), (143, ""))])
 def test_a_stop_ends_torchrun_without_a_stack(
     error: Exception, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -187,17 +191,22 @@ def test_a_stop_ends_torchrun_without_a_stack(
 
 
 @pytest.mark.usefixtures("of_the_trainer")
-def test_an_error_that_a_rank_has_told_is_the_last_line(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("first", [(1, "rank 1: ConfigError: steps is 0"), (-signal.SIGKILL, "")])
+def test_the_first_error_that_a_rank_has_told_is_the_last_line(
+    first: tuple[int, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rank that was killed has told none, but the others say so."""
     prepare_torchrun()
-    error = RanksFailed(143, 1, told="rank 1: ConfigError: train.lr is unknown")
+    error = RanksFailed((1, "rank 0: JobFailed: rank 1 failed"), first)
 
     sys.excepthook(type(error), error, None)
 
-    assert capsys.readouterr().err == "torchrun: rank 1: ConfigError: train.lr is unknown\n"
+    last = first[1] or "rank 0: JobFailed: rank 1 failed"
+    assert capsys.readouterr().err == f"torchrun: {last}\n"
 
 
 @pytest.mark.usefixtures("of_the_trainer")
-@pytest.mark.parametrize("error", [ValueError("broken"), RanksFailed(143, 1)])
+@pytest.mark.parametrize("error", [ValueError("broken"), RanksFailed((143, ""), (1, ""))])
 def test_any_other_end_keeps_its_stack(
     error: Exception, capsys: pytest.CaptureFixture[str]
 ) -> None:
