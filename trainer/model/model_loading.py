@@ -110,9 +110,8 @@ def _without_memory(section: ModelSection, dtype: torch.dtype) -> nn.Module:
             model.generation_config = generation.from_pretrained(str(section.path))
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise DataError(f"model.path: {section.path} cannot be loaded: {error}") from error
-    text_config: Any = model.config.get_text_config()
-    # Other configs may have a stray `is_decoder` of an older transformers.
-    if hasattr(text_config.__class__, "is_decoder") and not text_config.is_decoder:
+    # A config may have it unset though no module reads it, as that of GPT-NeoX does.
+    if not all(getattr(module, "is_decoder", True) for module in model.modules()):
         reason = f"is a {type(model).__name__} without is_decoder in its config.json"
         raise not_causal("model.path", section.path, reason)
     model.config.use_cache = False

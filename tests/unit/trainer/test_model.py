@@ -89,17 +89,19 @@ def test_what_is_not_only_attention_is_not_packed(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_decoder", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "is_decoder"), [("bert", False), ("bert", True), ("gpt_neox", False)]
+)
 def test_an_encoder_is_refused_though_its_config_names_a_head_that_generates(
-    tmp_path: Path, is_decoder: bool
+    tmp_path: Path, kind: str, is_decoder: bool
 ) -> None:
     small = {**SMALL, "intermediate_size": 64, "is_decoder": is_decoder}
     auto: Any = AutoModelForCausalLM
     configs: Any = AutoConfig
-    auto.from_config(configs.for_model("bert", **small)).save_pretrained(tmp_path)
+    auto.from_config(configs.for_model(kind, **small)).save_pretrained(tmp_path)
     section = ModelSection(path=tmp_path)
 
-    if is_decoder:
+    if is_decoder or kind == "gpt_neox":  # always causal
         prepare_causal_lm(section, torch.float32)
         return
     with pytest.raises(ConfigError, match=r"is a BertLMHeadModel without is_decoder"):
