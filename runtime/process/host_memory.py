@@ -8,11 +8,12 @@ import fcntl
 import mmap
 import os
 import re
+import resource
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from umbra.runtime.disk import explain
+from umbra.runtime.disk import explain, format_nbytes
 from umbra.runtime.errors import WeightSyncError
 
 _MADV_POPULATE_READ: Final = 22  # Linux 5.14; not in the mmap module of Python 3.11
@@ -50,8 +51,9 @@ def create_memory(name: str, nbytes: int, *, is_allocated: bool = True) -> int:
     except OSError as error:
         if fd >= 0:
             os.close(fd)
-        why = explain(error, Path("/dev/shm"))
-        raise WeightSyncError(f"cannot make {nbytes} bytes of shared memory: {why}") from error
+        raise WeightSyncError(
+            f"cannot make {nbytes} bytes of shared memory: {refusal(error)}"
+        ) from error
     return fd
 
 
@@ -64,7 +66,30 @@ def map_memory(fd: int, nbytes: int) -> mmap.mmap:
     try:
         return mmap.mmap(fd, nbytes)
     except OSError as error:
-        raise WeightSyncError(f"cannot map {nbytes} bytes of shared memory: {error}") from error
+        raise WeightSyncError(
+            f"cannot map {nbytes} bytes of shared memory: {refusal(error)}"
+        ) from error
+
+
+def refusal(error: OSError, system: Path = Path("/proc")) -> str:
+    """Why the kernel refused memory, and the remedy. A memfd is in no file system: ENOSPC means
+    that the kernel commits no more memory, as does EFAULT where a mapping is populated."""
+    if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFAULT):
+        return explain(error, system)
+    reasons: list[str] = []
+    if (system / "sys/vm/overcommit_memory").read_text().strip() == "2":
+        counts = dict(re.findall(r"(Commit\w+): +(\d+) kB", (system / "meminfo").read_text()))
+        committed, limit = (
+            format_nbytes(int(counts[name]) << 10) for name in ("Committed_AS", "CommitLimit")
+        )
+        reasons.append(
+            f"vm.overcommit_memory is 2, and {committed} of {limit} are committed: raise "
+            "vm.overcommit_ratio, or set vm.overcommit_memory to 0"
+        )
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft != resource.RLIM_INFINITY:
+        reasons.append(f"ulimit -v allows a process {format_nbytes(soft)}: raise it")
+    return "; ".join(reasons) or "the system has no more memory"
 
 
 def unmap(memory: mmap.mmap) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from umbra.runtime.errors import WeightSyncError
-from umbra.runtime.process.host_memory import map_memory, populate_mapping, unmap
+from umbra.runtime.process.host_memory import map_memory, populate_mapping, refusal, unmap
 from umbra.runtime.weights.image.fd_server import received_fd
 from umbra.runtime.weights.manifest import PIECE_NBYTES
 
@@ -47,8 +47,8 @@ class MappedImage:
             populate_mapping(self.memory, start, nbytes)
         except OSError as error:
             raise WeightSyncError(
-                f"no shared memory for an image of {len(self.memory)} bytes: {error}. Each node "
-                "needs as much as the weights have"
+                f"no shared memory for an image of {len(self.memory)} bytes, as many as the "
+                f"weights have: {refusal(error)}"
             ) from error
 
     def _lock(self, start: int, nbytes: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import os
 import resource
@@ -16,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 from umbra.runtime.errors import ConnectionLost, DeadlineExceeded, WeightSyncError
-from umbra.runtime.process.host_memory import create_memory
+from umbra.runtime.process.host_memory import create_memory, map_memory, refusal
 from umbra.runtime.weights.image import fd_server
 from umbra.runtime.weights.image.fd_server import (
     MAX_FDS,
@@ -188,14 +189,14 @@ def test_a_server_that_does_not_answer_holds_up_all_deposits_for_the_time_of_one
 
 
 @contextmanager
-def soft_limit(num: int) -> Generator[None]:
-    """Of the files that this process may open."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (num, hard))
+def soft_limit(num: int, kind: int = resource.RLIMIT_NOFILE) -> Generator[None]:
+    """Of the files that this process may open, or of another resource."""
+    soft, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (num, hard))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(kind, (soft, hard))
 
 
 def limit_with_room_for(num: int) -> int:
@@ -218,6 +219,40 @@ def test_memory_without_a_descriptor_names_the_limit() -> None:
         pytest.raises(WeightSyncError, match=r"memory: too many open files: raise ulimit -n$"),
     ):
         create_memory("image", 4096)
+
+
+def test_a_mapping_beyond_the_limit_of_addresses_names_the_limit() -> None:
+    fd = create_memory("image", 1 << 30, is_allocated=False)
+    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    try:
+        with (
+            soft_limit(in_use + (64 << 20), resource.RLIMIT_AS),
+            pytest.raises(
+                WeightSyncError, match=r"cannot map 1073741824 .*: ulimit -v allows a .* "
+            ),
+        ):
+            map_memory(fd, 1 << 30)
+    finally:
+        os.close(fd)
+
+
+def test_memory_that_the_kernel_does_not_commit_names_overcommitment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sys/vm").mkdir(parents=True)
+    (tmp_path / "sys/vm/overcommit_memory").write_text("2\n")
+    (tmp_path / "meminfo").write_text("CommitLimit:    1048576 kB\nCommitted_AS:    524288 kB\n")
+
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")  # as the kernel does then
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(WeightSyncError, match=r"4096 bytes of shared memory: the system has no"):
+        create_memory("image", 4096)
+
+    for number in (errno.ENOSPC, errno.EFAULT):  # of a file, and of a mapping
+        why = refusal(OSError(number, ""), tmp_path)
+        assert why.startswith("vm.overcommit_memory is 2, and 512.0 MiB of 1.0 GiB are committed: ")
 
 
 def test_a_server_that_may_not_open_more_files_refuses_and_closes_all(tmp_path: Path) -> None:
