@@ -15,7 +15,10 @@ from huggingface_hub import constants
 from preloaded_python import PreloadedProcess
 
 from umbra.runtime.cli.umbra_command import main
-from umbra.trainer.doctor.node_checks import listen
+from umbra.trainer.doctor.doctor import (
+    _each_cause_once,  # pyright: ignore[reportPrivateUsage]
+)
+from umbra.trainer.doctor.node_checks import Verdict, listen
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -243,6 +246,20 @@ def test_a_mistyped_path_that_could_be_a_name_on_the_hub_fails_one_check_and_the
     assert found["model"] == "-: not checked: see hub"
     assert found["data"] == "ok: train.jsonl"
     assert output.endswith("\n1 check failed\n")
+
+
+def test_a_cause_is_shown_once_and_what_is_well_each_time() -> None:
+    found = [
+        Verdict("one", "ok", "a text"),
+        Verdict("two", "ok", "a text"),
+        Verdict("three", "FAILED", "a text"),
+        Verdict("four", "FAILED", "a text"),
+        Verdict("five", "FAILED", "another"),
+    ]
+
+    shown = [verdict.state for verdict in _each_cause_once(found)]
+
+    assert shown == ["ok", "ok", "FAILED", "-", "FAILED"]
 
 
 def test_settings_that_work_but_are_probably_not_meant_are_warned_of(

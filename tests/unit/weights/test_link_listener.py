@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import socket
 import threading
 import time
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from umbra.runtime.process.host_memory import unmap
+from umbra.runtime.weights.image.fd_server import serve_fds
+from umbra.runtime.weights.image.mapped_image import MappedImage
+from umbra.runtime.weights.image.sync_progress import SyncProgress
 from umbra.runtime.weights.links import link_sender
 from umbra.runtime.weights.links.link_sender import LinkListener
-from umbra.runtime.weights.links.weight_links import LinkConnection
+from umbra.runtime.weights.links.weight_links import LinkConnection, NodeReceiver
+from umbra.runtime.weights.manifest import BucketGrid
 
 KEY = "k" * 32
 LIMIT_S = 10.0
@@ -142,3 +150,42 @@ def test_a_thread_that_cannot_be_started_costs_its_link_only(
 
     assert first.closed == "no thread could be started for it: can't start new thread"
     assert second.received == b"more"
+
+
+def test_a_receiver_names_the_first_of_its_failed_links_and_leaves_nothing_mapped(
+    tmp_path: Path,
+) -> None:
+    fd, progress = SyncProgress.create("receiver", 2, 1)
+    progress.close()
+    failures = threading.Semaphore(0)
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+    ranks = [(rank, f"127.0.0.1:{each.getsockname()[1]}") for rank, each in enumerate(listeners)]
+    path = str(tmp_path / "fds")
+    block = {"name": "block", "num_ranks": 2, "num_engines": 1, "timeout_s": LIMIT_S}
+    receives = {"key": KEY, "holds": "", "ranks": ranks}
+
+    async def receive() -> NodeReceiver:
+        wire = {"fd_socket": path, "progress": block, "receives": receives}
+        image = MappedImage(fd, 256)
+        async with serve_fds(path, {"block": fd}):
+            return await asyncio.to_thread(
+                NodeReceiver, image, BucketGrid(256, 256), wire, LIMIT_S, failures.release
+            )
+
+    receiver = asyncio.run(receive())
+    for listener in reversed(listeners):
+        stream, _ = listener.accept()
+        stream.close()
+        listener.close()
+        assert failures.acquire(timeout=LIMIT_S)
+    num_mapped = mappings("receiver")
+    receiver.close()
+
+    assert "bucket 0 of 1 did not arrive from rank 1: " in receiver.error
+    assert (num_mapped, mappings("receiver")) == (2, 1)  # the image stays with its owner
+    unmap(receiver.image.memory)
+    os.close(fd)
+
+
+def mappings(name: str) -> int:
+    return Path("/proc/self/maps").read_text().count(f"/memfd:{name} ")
