@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapter_factory import read_adapter, save_adapter
+from adapter_factory import read_adapter
 from conformance_suite import VOCAB_SIZE
 from engine_runs import Collector, Engine, on_the_engines_loop, running
 from local_sync import publish
+from lora_fixtures import *  # noqa: F403 - the fixtures
+from lora_fixtures import MAX_RANK
 from lora_runs import asked_of_each, check_all
 
 from umbra.engines.embedded.embedded_engine import EmbeddedEngine
@@ -19,26 +21,6 @@ from umbra.runtime.engine_api.lora import LoraSpec
 from umbra.runtime.errors import ConfigError, WeightSyncError
 
 pytestmark = pytest.mark.process
-MAX_RANK = 10
-
-
-@pytest.fixture(scope="session", params=["qwen3", "qwen3-untied"])
-def model_kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture(scope="session")
-def adapters(model_kind: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("adapters")
-    some = ("v_proj", "o_proj", "gate_proj")
-    found = {
-        "all": save_adapter(folder / "all", model_kind, seed=1, rank=4),
-        "some": save_adapter(folder / "some", model_kind, seed=2, rank=10, targets=some),
-    }
-    if model_kind == "qwen3-untied":
-        outer = ("embed_tokens", "lm_head", "k_proj")
-        found["outer"] = save_adapter(folder / "outer", model_kind, seed=3, targets=outer)
-    return found
 
 
 def make_engine(folder: Path) -> Engine:

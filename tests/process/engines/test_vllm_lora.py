@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from adapter_factory import save_adapter
 from adapter_fixtures import *  # noqa: F403 - the fixtures
 from conformance_suite import MakeEngine
 from engine_runs import Collector, on_the_engines_loop, running, wire_request
 from local_sync import publish
+from lora_fixtures import *  # noqa: F403 - the fixtures
+from lora_fixtures import MAX_NUM_SEQS
 from lora_runs import asked_of_each, check_each
 from model_factory import make_model
 from vllm_runs import needs_vllm, running_core
@@ -28,27 +29,11 @@ pytestmark = [
     pytest.mark.process,
     pytest.mark.filterwarnings("default"),  # vLLM's own
 ]
-MAX_NUM_SEQS = 16
-
-
-@pytest.fixture(scope="session", params=["qwen3", "qwen3-untied"])
-def model_kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 @pytest.fixture(scope="session")
-def max_num_seqs() -> int:
-    return MAX_NUM_SEQS
-
-
-@pytest.fixture(scope="session")
-def adapters(model_kind: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("adapters")
-    attention = ("q_proj", "o_proj")
-    return {
-        "all": save_adapter(folder / "all", model_kind, seed=1, rank=4),
-        "some": save_adapter(folder / "some", model_kind, seed=2, rank=10, targets=attention),
-    }
+def adapts_embeddings() -> bool:
+    return False
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_factory import read_adapter, save_adapter
+from adapter_factory import read_adapter
 from adapter_fixtures import *  # noqa: F403 - the fixtures
 from conformance_suite import MakeEngine
 from engine_runs import Collector, Engine, on_the_engines_loop, running
 from local_sync import publish
+from lora_fixtures import *  # noqa: F403 - the fixtures
+from lora_fixtures import MAX_NUM_SEQS, MAX_RANK
 from lora_runs import asked_of_each, check_all
 from model_factory import make_model
 from torch import Tensor
@@ -31,32 +33,6 @@ pytestmark = [
     pytest.mark.process,
     pytest.mark.filterwarnings("default"),  # vLLM's own
 ]
-MAX_NUM_SEQS = 16
-MAX_RANK = 10
-
-
-@pytest.fixture(scope="session", params=["qwen3", "qwen3-untied"])
-def model_kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture(scope="session")
-def max_num_seqs() -> int:
-    return MAX_NUM_SEQS
-
-
-@pytest.fixture(scope="session")
-def adapters(model_kind: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("adapters")
-    attention = ("q_proj", "o_proj")
-    found = {
-        "all": save_adapter(folder / "all", model_kind, seed=1, rank=4),
-        "some": save_adapter(folder / "some", model_kind, seed=2, rank=10, targets=attention),
-    }
-    if model_kind == "qwen3-untied":
-        outer = ("embed_tokens", "lm_head", "k_proj")
-        found["outer"] = save_adapter(folder / "outer", model_kind, seed=3, targets=outer)
-    return found
 
 
 @pytest.fixture(scope="module")
