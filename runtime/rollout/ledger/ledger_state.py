@@ -359,9 +359,10 @@ class LedgerState(SampleStates[SampleAccount]):
         """Releases samples that were trained before the newest checkpoint and will not be needed
         by a return to an earlier one."""
         limit = min([self.covered_step, *self._restores])
-        self._released_step = max(self._released_step, limit)
-        ended = self.ended.values()
-        self._release([held for held in ended if held.step is not None and held.step < limit])
+        if limit > self._released_step:  # else a return to an earlier one keeps all that have ended
+            self._released_step = limit
+            ended = self.ended.values()
+            self._release([held for held in ended if held.step is not None and held.step < limit])
 
     def _release(self, samples: Sequence[SampleAccount]) -> None:
         """Frees contents, and folds groups to which nothing can happen any more."""

@@ -37,7 +37,7 @@ from umbra.runtime.rollout.ledger.ledger_events import (
 )
 from umbra.runtime.rollout.ledger.ledger_history import BEGIN, Entry
 from umbra.runtime.rollout.ledger.ledger_state import LedgerState
-from umbra.runtime.rollout.ledger.sample_accounts import SampleState
+from umbra.runtime.rollout.ledger.sample_accounts import SampleAccount, SampleState
 
 
 def entries_of(events: Sequence[Event]) -> list[Entry]:
@@ -134,6 +134,32 @@ def test_going_back_behind_the_newest_checkpoint_needs_a_replay_that_knows() -> 
     state.apply(Version(3, 2))
     state.apply(Checkpoint(2, 3))
     assert not list(state.groups())
+
+
+class Watched(dict[int, SampleAccount]):
+    num_passes = 0
+
+    def values(self) -> Any:
+        self.num_passes += 1
+        return super().values()
+
+
+def test_checkpoints_before_a_return_do_not_each_go_through_all_that_was_trained() -> None:
+    """A replay took minutes where a run with many checkpoints went back to an early one."""
+    state = LedgerState()
+    state.foresee([0])
+    state.ended = ended = Watched()
+    state.apply(Version(0, 0))
+
+    for step in range(5):
+        for event in life_of_a_group(2 * step, f"g{step}", step, step):
+            state.apply(event)
+        state.apply(Version(step + 1, step + 1))
+        state.apply(Checkpoint(step + 1, step + 1))
+
+    assert (len(ended), ended.num_passes) == (10, 0)
+    state.apply(Restored(0, 0))
+    assert state.counts[SampleState.TRAINED] == 0
 
 
 def test_a_checkpoint_whose_version_was_lost_in_a_crash_can_be_restored() -> None:
