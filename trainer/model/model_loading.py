@@ -74,13 +74,13 @@ def prepare_causal_lm(section: ModelSection, dtype: torch.dtype) -> PreparedMode
     """The causal language model in `section.path` with parameters in `dtype`.
 
     The parameters take no memory if the weights have the model's own names. transformers loads
-    all others on the CPU, converts them, or reports what is missing. What the model itself does not
-    train, such as biases by which experts are chosen, is a buffer, and buffers stay in float32 if
-    the files have them so. Raises DataError for weights that are missing, unreadable or incomplete,
-    and ConfigError for an encoder, or for packed attention that the model cannot use.
+    all others on the CPU, converts them, or reports what is missing. Biases by which experts are
+    chosen are buffers, and buffers stay in float32 if the files have them so. Raises DataError for
+    weights that are missing, unreadable or incomplete, and ConfigError for an encoder, or for
+    packed attention that the model cannot use.
     """
     model = _without_memory(section, dtype)
-    frozen = [name for name, each in model.named_parameters() if not each.requires_grad]
+    frozen = _frozen_in_float32(model)
     _make_buffers(model, frozen)
     is_packed = _choose_attention(section, model)
     weights = StoredWeights(section.path)
@@ -110,13 +110,24 @@ def _without_memory(section: ModelSection, dtype: torch.dtype) -> nn.Module:
             model.generation_config = generation.from_pretrained(str(section.path))
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise DataError(f"model.path: {section.path} cannot be loaded: {error}") from error
-    # A config may have it unset though no module reads it, as that of GPT-NeoX does.
-    if not all(getattr(module, "is_decoder", True) for module in model.modules()):
+    # A config may have it unset though no module reads it, as that of GPT-NeoX does. Beside the
+    # decoder there may be an encoder of sounds.
+    if not all(getattr(module, "is_decoder", True) for module in model.get_decoder().modules()):
         reason = f"is a {type(model).__name__} without is_decoder in its config.json"
         raise not_causal("model.path", section.path, reason)
     model.config.use_cache = False
     assert isinstance(model, nn.Module)
     return model.eval()
+
+
+def _frozen_in_float32(model: Any) -> list[str]:
+    """The parameters that the model itself does not train and keeps in float32 in any dtype."""
+    kept = model._keep_in_fp32_modules_strict
+    return [
+        name
+        for name, each in model.named_parameters()
+        if not each.requires_grad and any(ending in name for ending in kept)
+    ]
 
 
 def _make_buffers(model: nn.Module, names: Iterable[str]) -> None:

@@ -108,6 +108,19 @@ def test_an_encoder_is_refused_though_its_config_names_a_head_that_generates(
         prepare_causal_lm(section, torch.float32)
 
 
+def test_what_a_model_does_not_train_and_computes_in_its_dtype_is_a_parameter(
+    tmp_path: Path,
+) -> None:
+    auto: Any = AutoModelForCausalLM
+    configs: Any = AutoConfig
+    small = {**SMALL, "intermediate_size": 64, "head_dim": 8, "max_position_embeddings": 64}
+    auto.from_config(configs.for_model("hrm_text", **small)).save_pretrained(tmp_path)
+
+    prepared = prepare_causal_lm(ModelSection(path=tmp_path), torch.bfloat16)
+
+    assert prepared.model.get_parameter("model.z_L_init").dtype == torch.bfloat16
+
+
 def test_a_state_shows_though_no_config_tells_of_it() -> None:
     model = make_model()
     assert _packing_obstacle(model) == ""
