@@ -34,8 +34,8 @@ class JobPlan:
 
     @classmethod
     def make(cls, config: TrainerConfig, session: Session, num_local_ranks: int) -> Self:
-        """Raises ConfigError if a rank or an engine has no place, a phase does not fit a GPU, or
-        what ranks keep in its memory this host."""
+        """Raises ConfigError if a rank or an engine has no place, or a phase does not fit a GPU.
+        Notes warn of host memory that is short: a virtual machine may get more as it is used."""
         if config.pool.count == 0 and not session.tcp_host:
             raise ConfigError(
                 "pool.count = 0 leaves the engines to machines that join, and this job listens on "
@@ -51,7 +51,10 @@ class JobPlan:
         gpu_nbytes = gpu_nbytes or [gpu_sizes(placement.nodes[0].gpus)]
         memory, config = plan_job_memory(config, POOL, placement, gpu_nbytes, device_type)
         if memory.expected_nbytes and placement.ranks:
-            check_host_memory(config, len(placement.ranks), num_local_ranks)
+            try:
+                check_host_memory(config, len(placement.ranks), num_local_ranks)
+            except ConfigError as error:
+                memory = replace(memory, notes=(*memory.notes, f"warning: {error}"))
         return cls(
             config=config,
             placement=replace(placement, kv_num_tokens=memory.kv_num_tokens),
