@@ -29,7 +29,7 @@ _WORDS: Final = {
     "dataclass_type": "should be a section",
     "dict_type": "should be a table",
     "string_type": "should be text",
-    "tuple_type": "should be a list",
+    "tuple_type": "should be a list in brackets",
 }
 """Replace messages of pydantic that speak of Python types."""
 _SURE_RATIO: Final = 0.8
@@ -259,7 +259,7 @@ class Override:
         """Raises ConfigError if `given` has another form."""
         dotted, equals, text = given.partition("=")
         keys = tuple(dotted.strip().split("."))
-        if not equals or len(keys) < 2 or not all(keys):
+        if not equals or not all(keys):
             raise ConfigError(f"override {given!r}: write it as section.key=value")
         override = cls(given.strip(), keys, text.strip())
         try:
@@ -481,8 +481,9 @@ def _hint(name: _Name, kind: type) -> str:
         if match.num_shared == num_shared:
             trainers[match.answer].append(trainer)
     return "; ".join(
-        f"{'.'.join(name)!r} of {' and '.join(whose)}: {_worded(answer, kind)}"
+        f"{'.'.join(name)!r} of {', '.join(whose)}: {_worded(answer, kind)}"
         for answer, whose in trainers.items()
+        if not (answer.startswith(_NEAREST) and answer.removeprefix(_NEAREST) in trainers)
     )
 
 

@@ -351,7 +351,8 @@ def _check_fit(history: History, restores: Restores, needs: Position, step: int)
     if not history.covers(needs):
         raise LedgerError(
             f"the ledger in {history.folder} ends at {history.end}, but the checkpoint was made at "
-            f"{needs}: put the ledger's files back, or resume from an older checkpoint"
+            f"{needs}: put the ledger's files back, resume from an older checkpoint, or begin "
+            "another run.dir with this one (run.resume=PATH)"
         )
     for position, restored_step in restores:
         if restored_step < step and position >= needs:

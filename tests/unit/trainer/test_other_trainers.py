@@ -50,7 +50,7 @@ def test_all_answers_are_settings_of_umbra() -> None:
         ("train.beta=0.1", "'beta' of TRL: use 'train.kl_coef'"),
         (
             "train.eps_clip=0.2",
-            "'eps_clip' of slime and AReaL and OpenRLHF: use 'train.clip_eps_low' and "
+            "'eps_clip' of slime, AReaL, OpenRLHF: use 'train.clip_eps_low' and "
             "'train.clip_eps_high'",
         ),
         ("rollout.num-generations=8", "'num_generations' of TRL: use 'rollout.group_size'"),
@@ -64,11 +64,18 @@ def test_all_answers_are_settings_of_umbra() -> None:
         ),
         (
             "critic.optim.lr=1e-5",
-            "'critic.optim.lr' of verl and AReaL: not in umbra; nearest is 'critic.learning_rate'",
+            "'critic.optim.lr' of verl, AReaL: not in umbra; nearest is 'critic.learning_rate'",
         ),
         ("critic.cliprange_value=1", "'critic.cliprange_value' of verl: use 'critic.value_clip'"),
+        (
+            "train.lr=1e-5",
+            "'lr' of verl, slime, AReaL, prime-rl, SkyRL, NeMo-RL: use 'train.learning_rate'",
+        ),
+        ("train.fsdp=full_shard", "'fsdp' of TRL: not in umbra; nearest is 'model.fsdp_wrap'"),
+        ("beta=0.1", "'beta' of TRL: use 'train.kl_coef'"),
+        ("group_size=4", "did you mean 'rollout.group_size'?"),
         ("model.name=x", "'model.name' of prime-rl: use 'model.path'"),
-        ("optim.lr=1e-5", "'optim.lr' of verl and prime-rl: use 'train.learning_rate'"),
+        ("optim.lr=1e-5", "'optim.lr' of verl, prime-rl: use 'train.learning_rate'"),
         ("trainer.total_epochs=3", "'trainer.total_epochs' of verl: use 'train.epochs'"),
         (
             "trainer.model.lora.rank=8",
@@ -85,13 +92,13 @@ def test_all_answers_are_settings_of_umbra() -> None:
             "actor_rollout_ref.model.lora.merge=true",
             "'actor_rollout_ref.model.lora.merge' of verl: use 'model.lora.merge'",
         ),
-        ("train.use_dora=true", f"'use_dora' of TRL and PEFT: {ABSENT}"),
-        ("train.lora_dropout=0.1", f"'lora_dropout' of TRL and PEFT: {ABSENT}"),
-        ("train.optim=adamw_8bit", "'optim' of TRL and OpenRLHF: use 'train.optimizer'"),
+        ("train.use_dora=true", f"'use_dora' of TRL, PEFT: {ABSENT}"),
+        ("train.lora_dropout=0.1", f"'lora_dropout' of TRL, PEFT: {ABSENT}"),
+        ("train.optim=adamw_8bit", "'optim' of TRL, OpenRLHF: use 'train.optimizer'"),
         ("model.lora.r=8", "'lora.r' of PEFT: use 'model.lora.rank'"),
         (
             "model.lora.dropout=0.1",
-            f"'model.lora.dropout' of verl and prime-rl and SkyRL: {ABSENT}",
+            f"'model.lora.dropout' of verl, prime-rl, SkyRL: {ABSENT}",
         ),
         ("model.lora.ranks=8", "did you mean 'rank'?"),
         ("model.lora.optimizer=muon", "did you mean 'train.optimizer'?"),

@@ -415,7 +415,7 @@ def test_errors_of_file_and_command_line_name_their_source(tmp_path: Path) -> No
             "pool.staged_updates=true",
             ["pool: staged_updates is for mode 'standalone'", "leave it out, or set mode to"],
         ),
-        ("train=3", ["section.key=value"]),
+        ("train=3", ["train=3 (command line): should be a section, got 3"]),
         ("train.steps", ["section.key=value"]),
         ("train.steps.more=3", ["steps is a value, not a section"]),
     ],
@@ -598,7 +598,7 @@ def test_a_missing_setting_is_named() -> None:
         ({"model": {"path": 3}}, "model.path: should be text, got 3"),
         ({"pool": {"count": {"x": 3}}}, "pool.count: use 0 or more, or 'auto', got a table"),
         ({"pool": {"gpus": ["1"]}}, "pool.gpus.0: input should be a valid integer, got '1'"),
-        ({"train": {"steps": 1, "betas": 3}}, "train.betas: should be a list, got 3"),
+        ({"train": {"steps": 1, "betas": 3}}, "train.betas: should be a list in brackets, got 3"),
     ],
 )
 def test_a_wrong_type_is_named_without_words_of_python(values: dict[str, Any], said: str) -> None:
