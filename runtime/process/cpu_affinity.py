@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
+from typing import Final
 
 from umbra.runtime.process.nvml import LIBRARY, Nvml
+
+_OWN: Final = Path("/proc/self/cgroup")
+_CGROUPS: Final = Path("/sys/fs/cgroup")
 
 
 def cores_near(processes: Sequence[Sequence[str]], library: str = LIBRARY) -> list[frozenset[int]]:
@@ -38,18 +42,30 @@ def core_shares(cores: Sequence[AbstractSet[int]], quota: float) -> list[int]:
     return [max(1, int(min(share, most))) for share in shares]
 
 
-def cpu_quota(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float:
+def cpu_quota(own: Path = _OWN, root: Path = _CGROUPS) -> float:
     """CPUs that this process's cgroup, such as a container, may keep busy; infinite without a
     limit. A limited process still sees all of the host's cores."""
+    return min([math.inf, *map(_quota_of, _cgroups_of("cpu", own, root))])
+
+
+def thread_limit(own: Path = _OWN, root: Path = _CGROUPS) -> float:
+    """Threads that this process's cgroup may have; infinite without a limit."""
     limits = [math.inf]
+    for cgroup in _cgroups_of("pids", own, root):
+        with contextlib.suppress(OSError, ValueError):  # ValueError: "max" is no limit
+            limits.append(int((cgroup / "pids.max").read_text(encoding="utf-8")))
+    return min(limits)
+
+
+def _cgroups_of(controller: str, own: Path, root: Path) -> Iterator[Path]:
+    """This process's cgroup and those above it."""
     for line in own.read_text(encoding="utf-8").splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        top = root / "cpu" if controllers else root  # the first is version 1 of cgroups
+        top = root / controller if controllers else root  # the first is version 1 of cgroups
         place = top / path.lstrip("/")
-        limits += map(_quota_of, [place, *(up for up in place.parents if up.is_relative_to(top))])
-    return min(limits)
+        yield from (place, *(up for up in place.parents if up.is_relative_to(top)))
 
 
 def _quota_of(cgroup: Path) -> float:

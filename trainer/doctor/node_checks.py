@@ -4,6 +4,7 @@ call a check that a run's start makes, too."""
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import platform
 import resource
@@ -36,7 +37,7 @@ from umbra.runtime.disk import check_free_space, format_nbytes
 from umbra.runtime.engine_api.engine_names import engine_kind
 from umbra.runtime.errors import ConfigError, DataError, RemoteError, UmbraError
 from umbra.runtime.package_versions import outside_tested_range
-from umbra.runtime.process.cpu_affinity import cpu_quota
+from umbra.runtime.process.cpu_affinity import cpu_quota, thread_limit
 from umbra.runtime.process.nvml import Nvml
 from umbra.runtime.rollout.prompts import Prompt, PromptSet
 from umbra.runtime.rpc.curve_keys import CurveKeys
@@ -84,6 +85,9 @@ _PACKAGES: Final = ("umbra-rl", "torch", "transformers", "pyzmq", "vllm", "sglan
 _LEAST_NUM_FILES: Final = 4096
 """Files that each process should be allowed to open. A connection between processes takes four, and
 a manager has one to each engine, rank and worker."""
+_LEAST_NUM_THREADS: Final = 1024
+"""Threads that all processes together should be allowed. A rank or engine has 10, and one more for
+each core; vLLM and SGLang have several processes for an engine."""
 _LEAST_SHARED_NBYTES: Final = 1 << 30
 """Size that /dev/shm should have for buffers of NCCL, vLLM and SGLang. Docker's 64 MiB are too
 little."""
@@ -180,6 +184,7 @@ class NodeChecks:
         if self._environment.spans_nodes:
             yield from slow_name_lookups(*self._environment.meeting_point)
         yield verdict_of("open files", open_files)
+        yield verdict_of("threads", threads)
         yield verdict_of("/dev/shm", self._shared_memory)
         yield verdict_of("locked memory", self._locked_memory)
         with self._stack:
@@ -533,3 +538,15 @@ def open_files() -> str:
             "(LimitNOFILE for slurmd, --ulimit nofile for a container)"
         )
     return f"up to {'any number' if hard == resource.RLIM_INFINITY else hard}"
+
+
+def threads() -> str:
+    of_user, _ = resource.getrlimit(resource.RLIMIT_NPROC)  # does not bind root
+    is_bound = of_user != resource.RLIM_INFINITY and os.geteuid() != 0
+    limit = min(thread_limit(), of_user if is_bound else math.inf)
+    if limit < _LEAST_NUM_THREADS:
+        raise ConfigError(
+            f"all processes together may have {limit:g} threads: raise it to {_LEAST_NUM_THREADS} "
+            "or more (ulimit -u, TasksMax for slurmd, --pids-limit for a container)"
+        )
+    return f"up to {'any number' if math.isinf(limit) else f'{limit:g}'}"

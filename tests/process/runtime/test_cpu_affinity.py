@@ -12,7 +12,12 @@ import pytest
 from actor_specs import actor
 from fake_nvml import FakeGpu, FakeNvml
 
-from umbra.runtime.process.cpu_affinity import core_shares, cores_near, cpu_quota
+from umbra.runtime.process.cpu_affinity import (
+    core_shares,
+    cores_near,
+    cpu_quota,
+    thread_limit,
+)
 from umbra.runtime.process.nvml import Nvml
 from umbra.runtime.session.session import Session
 
@@ -97,13 +102,31 @@ def test_processes_share_the_cpu_quota_of_their_container() -> None:
 def test_the_cpu_quota_is_the_least_of_the_cgroups_above(
     tmp_path: Path, cgroups: str, files: dict[str, str], quota: float
 ) -> None:
-    own, root = tmp_path / "cgroup", tmp_path / "fs"
+    assert cpu_quota(*written(tmp_path, cgroups, files)) == quota
+
+
+@pytest.mark.parametrize(
+    ("cgroups", "files", "limit"),
+    [
+        ("0::/job/step", {}, math.inf),
+        ("0::/job/step", {"job/pids.max": "300", "job/step/pids.max": "max"}, 300),
+        ("4:cpu:/m\n1:pids:/job", {"pids/job/pids.max": "40", "pids/pids.max": "max"}, 40),
+    ],
+)
+def test_the_limit_of_threads_is_the_least_of_the_cgroups_above(
+    tmp_path: Path, cgroups: str, files: dict[str, str], limit: float
+) -> None:
+    assert thread_limit(*written(tmp_path, cgroups, files)) == limit
+
+
+def written(folder: Path, cgroups: str, files: dict[str, str]) -> tuple[Path, Path]:
+    """A process's list of its cgroups, and their file system."""
+    own, root = folder / "cgroup", folder / "fs"
     own.write_text(f"{cgroups}\n")
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(f"{text}\n")
-
-    assert cpu_quota(own, root) == quota
+    return own, root
 
 
 def cores_of_threads(pid: int) -> list[set[int]]:
