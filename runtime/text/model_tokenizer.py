@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, Protocol, cast
 
@@ -26,6 +27,7 @@ from umbra.runtime.text.model_files import configured_end_tokens, read_model_con
 
 _MAX_CHARACTER_NBYTES: Final = 4  # in UTF-8
 _GENERATION: Final = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_DATE: Final = re.compile(r"""strftime_now\(\s*(['"])(?P<format>[^'"]*)\1\s*\)""")
 _ARGUMENTS: Final = frozenset(
     {
         "add_generation_prompt",
@@ -101,17 +103,20 @@ class ModelTokenizer:
         self._hidden = self._special & {*state.end_token_ids, state.pad_token_id}
 
     @classmethod
-    def open(cls, path: str | Path, *, trust_remote_code: bool = False) -> ModelTokenizer:
-        """Opens a file of `save`, or the tokenizer of a model directory, by transformers. Raises
-        DataError if there is no usable tokenizer, or one with more tokens than the model has
-        embeddings; raises ConfigError if a library is not installed."""
+    def open(
+        cls, path: str | Path, *, trust_remote_code: bool = False, began_at: datetime | None = None
+    ) -> ModelTokenizer:
+        """Opens a file of `save`, or the tokenizer of a model directory, by transformers. With
+        `began_at`, a chat template that shows the date always shows this one, so that a run has the
+        same prompts on each day. Raises DataError if there is no usable tokenizer, or one with more
+        tokens than the model has embeddings; raises ConfigError if a library is not installed."""
         target = Path(local_model(str(path), with_weights=False))
         if target.is_file():
             state = _read_state(target)
             if state.tokenizer:
                 return cls.of_state(state)
             target, trust_remote_code = Path(state.model_path), state.trust_remote_code
-        return cls._load(target, trust_remote_code)
+        return cls._load(target, trust_remote_code, began_at)
 
     @classmethod
     def of_state(cls, state: TokenizerState) -> ModelTokenizer:
@@ -119,7 +124,9 @@ class ModelTokenizer:
         return cls(state, _RustBackend(state), _template_renderer(state))
 
     @classmethod
-    def _load(cls, folder: Path, trust_remote_code: bool) -> ModelTokenizer:
+    def _load(
+        cls, folder: Path, trust_remote_code: bool, began_at: datetime | None
+    ) -> ModelTokenizer:
         read_model_config(folder)
         try:
             import transformers
@@ -152,7 +159,7 @@ class ModelTokenizer:
             trust_remote_code=trust_remote_code,
             tokenizer="" if rust is None else rust.to_str(),
             splits_special_tokens=bool(getattr(found, "split_special_tokens", False)),
-            chat_template=_chat_template(found),
+            chat_template=_dated(_chat_template(found), began_at),
             special_tokens=dict(found.special_tokens_map),
             eos_token_id=found.eos_token_id,
             pad_token_id=found.pad_token_id,
@@ -413,6 +420,13 @@ def _chat_template(tokenizer: Any) -> str:
     if not tokenizer.chat_template:
         return ""
     return cast("str", tokenizer.get_chat_template())
+
+
+def _dated(template: str, time: datetime | None) -> str:
+    """The template with texts in place of its calls of `strftime_now`."""
+    if time is None:
+        return template
+    return _DATE.sub(lambda call: json.dumps(time.strftime(call["format"])), template)
 
 
 def _special_ids(rust: Any) -> list[int]:

@@ -4,6 +4,7 @@ versions."""
 from __future__ import annotations
 
 import fcntl
+import functools
 import json
 import logging
 import os
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, Self, cast
 
@@ -36,6 +38,9 @@ from umbra.trainer.world.run_files import (
 )
 
 logger = logging.getLogger(__name__)
+
+BEGAN_AT: Final = "began at"
+"""The part of a run's identity that `run_began_at` reads."""
 
 # Files of an earlier run, which a new one moves to `_REPLACED`.
 _EARLIER: Final = (
@@ -233,6 +238,13 @@ def _flat(settings: Mapping[str, Any], section: str = "") -> dict[str, Any]:
 def recorded_identity(run_dir: Path) -> Mapping[str, Any]:
     """The identity that the last start has recorded; empty if there is none."""
     return _recorded(run_dir, "identity")
+
+
+@functools.cache
+def run_began_at(run_dir: Path) -> datetime:
+    """When the run in this directory first started, which is now if it did not."""
+    found = recorded_identity(run_dir).get(BEGAN_AT)
+    return datetime.fromisoformat(found) if found else datetime.now()
 
 
 def _recorded(run_dir: Path, part: str) -> Mapping[str, Any]:

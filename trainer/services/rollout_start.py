@@ -16,10 +16,12 @@ from umbra.runtime.errors import ConfigError
 from umbra.runtime.rollout.ledger.ledger_history import managers_of
 from umbra.runtime.text.model_tokenizer import ModelTokenizer, TokenizerState
 from umbra.trainer.checkpoint.run_dir import (
+    BEGAN_AT,
     NEW_RUN,
     RunDir,
     changed_settings,
     recorded_identity,
+    run_began_at,
 )
 from umbra.trainer.checkpoint.trainer_state import complete_checkpoints
 from umbra.trainer.config import setting_rules
@@ -101,6 +103,7 @@ def run_identity(
     return {
         "train.seed": config.train.seed,
         "data.shuffle": config.data.shuffle,
+        BEGAN_AT: run_began_at(config.run.dir).isoformat(),
         "tokenizer": xxhash.xxh3_128_hexdigest(_vocabulary(tokenizer.state)),
         "chat template": xxhash.xxh3_128_hexdigest(tokenizer.state.chat_template.encode()),
         _REWARD: xxhash.xxh3_128_hexdigest(_rewards(config, folders)),

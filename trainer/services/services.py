@@ -26,6 +26,7 @@ from umbra.runtime.rollout.rollout_config import (
 from umbra.runtime.session.session import Session
 from umbra.runtime.text.model_files import default_context_len, vocab_size
 from umbra.runtime.text.model_tokenizer import ModelTokenizer, tokenizer_path
+from umbra.trainer.checkpoint.run_dir import run_began_at
 from umbra.trainer.config.trainer_config import ServeConfig, TrainerConfig, TrainSection
 from umbra.trainer.data.prompt_preparation import PromptBudget, PromptFiles
 from umbra.trainer.reporting.console import Count, ProgressDisplay
@@ -254,8 +255,10 @@ def save_tokenizers(config: TrainerConfig, policy: ModelTokenizer, folder: Path)
 
 def open_policy_tokenizer(config: TrainerConfig) -> ModelTokenizer:
     """Raises DataError if the policy's model has no usable tokenizer."""
-    model = config.model
-    return ModelTokenizer.open(model.path, trust_remote_code=model.trust_remote_code)
+    model, began_at = config.model, run_began_at(config.run.dir)
+    return ModelTokenizer.open(
+        model.path, trust_remote_code=model.trust_remote_code, began_at=began_at
+    )
 
 
 def user_folders(config: TrainerConfig) -> list[str]:

@@ -18,10 +18,12 @@ from umbra.runtime.errors import ConfigError, DataError
 from umbra.runtime.text.model_files import default_context_len
 from umbra.runtime.text.model_tokenizer import ModelTokenizer
 from umbra.trainer.checkpoint.run_dir import (
+    BEGAN_AT,
     NEW_RUN,
     RunDir,
     changed_settings,
     recorded_identity,
+    run_began_at,
 )
 from umbra.trainer.config import setting_rules
 from umbra.trainer.config.sft_config import SftConfig
@@ -45,6 +47,7 @@ def prepare_rows(
         "train.seed": config.train.seed,
         "data.shuffle": data.shuffle,
         "sft.batch_size": config.sft.batch_size,
+        BEGAN_AT: run_began_at(config.run.dir).isoformat(),
         "the digest of data.train's tokens": train.digest(),
     }
     if resumed_from is not None and run_dir.holds(resumed_from):
@@ -98,8 +101,10 @@ class _RowReader:
     def __init__(
         self, config: SftConfig, warn: Callable[[str], None], on_row: Callable[[], None]
     ) -> None:
-        model = config.model
-        self._tokenizer = ModelTokenizer.open(model.path, trust_remote_code=model.trust_remote_code)
+        model, began_at = config.model, run_began_at(config.run.dir)
+        self._tokenizer = ModelTokenizer.open(
+            model.path, trust_remote_code=model.trust_remote_code, began_at=began_at
+        )
         self._max_len = config.sft.max_len or default_context_len(model.path)
         self._source = SftRows(data=config.data, sft=config.sft, max_len=self._max_len)
         self._warn = warn

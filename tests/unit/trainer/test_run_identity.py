@@ -13,7 +13,8 @@ from training_models import save_model
 
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.text.model_tokenizer import ModelTokenizer
-from umbra.trainer.checkpoint.run_dir import record_settings
+from umbra.trainer.checkpoint.run_dir import BEGAN_AT, record_settings
+from umbra.trainer.config.sft_config import SftConfig
 from umbra.trainer.config.trainer_config import (
     DataSection,
     ModelSection,
@@ -27,6 +28,8 @@ from umbra.trainer.services.rollout_start import (
     instead_of_resuming,
     run_identity,
 )
+from umbra.trainer.services.services import open_policy_tokenizer
+from umbra.trainer.sft.row_preparation import read_rows
 
 
 def make_config(folder: Path) -> TrainerConfig:
@@ -92,6 +95,26 @@ def test_another_tokenizer_or_chat_template_is_refused(config: TrainerConfig, ch
 
     with pytest.raises(ConfigError, match=f"^model.path: the {changed} is not the one"):
         notes_of(config)
+
+
+def test_a_chat_template_with_the_date_has_the_day_on_which_the_run_began(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    path = config.model.path / "tokenizer_config.json"
+    date = "{{ strftime_now('%d') }}{{ strftime_now( \"%Y\" ) }}"
+    template = date + "{% for message in messages %}{{ message.content }}{% endfor %}"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": template}))
+    config.run.dir.mkdir()
+    record_settings(config, {BEGAN_AT: "2001-01-30T23:59:59"})
+    sft = SftConfig(run=config.run, model=config.model, data=config.data, train=config.train)
+    messages = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+    config.data.train_files[0].write_text(json.dumps({"messages": messages}))
+
+    tokenizer = open_policy_tokenizer(config)
+    rows = read_rows(sft, print)["train"]
+
+    assert tokenizer.render_chat(messages[:1], {}) == "3020011+1"
+    assert rows.tokens.tolist() == tokenizer.encode("3020011+12")
+    assert identity_of(config)[BEGAN_AT] == "2001-01-30T23:59:59"
 
 
 def test_a_changed_reward_function_is_noted(config: TrainerConfig) -> None:
