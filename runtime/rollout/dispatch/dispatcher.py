@@ -220,7 +220,9 @@ class Dispatcher:
         while self._waiting:
             turn = next(iter(self._waiting))
             group_engine = turn.group.last_engine if turn.group else None
-            engine = self._router.choose(turn.cost(), turn.trajectory.last_engine, group_engine)
+            engine = self._router.choose(
+                turn.cost(), turn.trajectory.last_engine, group_engine, turn.failed_by
+            )
             if engine is None:
                 return
             del self._waiting[turn]
@@ -402,6 +404,7 @@ class Dispatcher:
         """Ends the attempt after an engine's error. A turn may resume a limited number of times."""
         self._end_attempt(engine, turn)
         turn.num_errors += 1
+        turn.failed_by = engine
         self.counters["retries"] += 1
         logger.warning(
             "%s failed %s after %d tokens: %r; the turn resumes from there",

@@ -98,11 +98,17 @@ class Router:
         return 0 if row is None else self._max_inflight - int(self._inflight[row])
 
     def choose(
-        self, cost: int, own: EngineId | None = None, groups: EngineId | None = None
+        self,
+        cost: int,
+        own: EngineId | None = None,
+        groups: EngineId | None = None,
+        failed: EngineId | None = None,
     ) -> EngineId | None:
         """An engine for `cost` tokens, or None while all are full. `own` may have the trajectory's
-        tokens cached, and `groups` its prompt alone."""
+        tokens cached, and `groups` its prompt alone. `failed` is chosen if no other one serves."""
         free = self._serving & (self._inflight < self._max_inflight)
+        if failed is not None and failed in self._rows and self._serving.sum() > 1:
+            free[self._rows[failed]] = False
         if not free.any():
             return None
         waits = self._inflight >= self._max_running

@@ -277,6 +277,7 @@ class Turn:
         row: of the attempt in the dispatcher's `TokenStore`.
         has_grown: the last attempt brought tokens.
         num_errors: attempts that engines failed since the last token.
+        failed_by: the last engine that failed an attempt.
         is_cancelled: the turn was given to `Dispatcher.cancel`, maybe by another turn's callback.
     """
 
@@ -296,6 +297,7 @@ class Turn:
     row: int = 0
     has_grown: bool = False
     num_errors: int = 0
+    failed_by: EngineId | None = None
     is_cancelled: bool = False
 
     def num_tokens_left(self) -> int:

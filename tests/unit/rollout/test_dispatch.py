@@ -212,6 +212,24 @@ def test_a_finish_before_its_tokens_is_not_believed_and_fails_in_the_end() -> No
     assert "attempt 5 of 5: 'stop' with 20 tokens left" in str(bench.failures[0])
 
 
+def test_a_turn_that_an_engine_failed_goes_to_another_that_serves() -> None:
+    bench = Bench()
+    bench.serve(B)
+    bench.submit("long", budget=1000)
+    bench.serve(A)
+    turn = bench.submit()
+    assert turn.engine == A, "the engine with less work"
+
+    for failing, other in ((A, B), (B, A)):
+        bench.dispatcher.on_batch(failing, delta([], [(turn.request_id, "error: broken")]))
+        assert turn.engine == other
+
+    bench.dispatcher.set_serving(B, False)
+    bench.dispatcher.on_batch(A, delta([], [(turn.request_id, "error: broken")]))
+    assert turn.engine == A
+    bench.dispatcher.check_integrity()
+
+
 def test_cancelled_turns_vanish_and_their_requests_are_withdrawn() -> None:
     bench = Bench(max_inflight=1)
     inbox = bench.serve(A)
