@@ -84,18 +84,20 @@ def prepare_causal_lm(section: ModelSection, dtype: torch.dtype) -> PreparedMode
     _make_buffers(model, frozen)
     is_packed = _choose_attention(section, model)
     weights = StoredWeights(section.path)
-    obstacle = _conversion(model, dtype) or weights.obstacle(model)
+    is_quantised = getattr(cast("Any", model).config, "quantization_config", None) is not None
+    obstacle = "they are quantised" if is_quantised else weights.obstacle(model)
     buffers = weights.float32_buffers(model)
-    if not obstacle:
-        for buffer in buffers.values():
-            buffer.data = buffer.float()
-        return PreparedModel(model, is_packed, weights, path=section.path)
-    logger.warning("every rank loads all weights of %s: %s", section.path, obstacle)
-    model = _from_pretrained(section, dtype, _with_float32(type(model), buffers))
-    _make_buffers(model, frozen)
-    if is_packed:
-        _pack(model)
-    return PreparedModel(model, is_packed, path=section.path)
+    if obstacle:
+        logger.warning("every rank loads all weights of %s: %s", section.path, obstacle)
+        model = _from_pretrained(section, dtype, _with_float32(type(model), buffers))
+        _make_buffers(model, frozen)
+        if is_packed:
+            _pack(model)
+    for buffer in buffers.values():
+        buffer.data = buffer.float()
+    for parameter in model.parameters():  # models keep some in float32, and FSDP refuses two dtypes
+        parameter.data = parameter.data.to(dtype)
+    return PreparedModel(model, is_packed, None if obstacle else weights, path=section.path)
 
 
 def _without_memory(section: ModelSection, dtype: torch.dtype) -> nn.Module:
@@ -182,16 +184,6 @@ def _parameters_on_meta() -> Generator[None]:
         yield
     finally:
         hook.remove()
-
-
-def _conversion(model: nn.Module, dtype: torch.dtype) -> str:
-    """Why transformers cannot just copy the stored weights, or "" if it can."""
-    any_model: Any = model
-    if getattr(any_model.config, "quantization_config", None) is not None:
-        return "they are quantised"
-    if dtype == torch.bfloat16 and any_model._keep_in_fp32_modules_strict:
-        return "some parameters stay in float32"
-    return ""
 
 
 def _choose_attention(section: ModelSection, model: nn.Module) -> bool:

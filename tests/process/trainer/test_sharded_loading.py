@@ -177,8 +177,10 @@ def test_biases_that_choose_experts_are_buffers_and_keep_their_precision(
     prepared = prepare_causal_lm(ModelSection(path=tmp_path), dtype)
 
     found = biases(prepared.model)
+    assert (prepared.weights is None) == is_converted
     if prepared.weights is not None:
         prepared.weights.fill(found)
+    assert {each.dtype for each in prepared.model.parameters()} == {dtype}  # as FSDP needs
     assert len(found) == 2
     for name, bias in found.items():
         assert not isinstance(bias, torch.nn.Parameter)
