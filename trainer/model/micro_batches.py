@@ -95,15 +95,16 @@ class MicroBatchBuilder:
         )
 
     def _padding(self, names: Iterable[str]) -> MicroBatch:
-        """Two tokens of weight zero, with which this rank takes part in the others' collectives."""
-        nothing = Sample(tokens=np.zeros(2, np.int32), prompt_len=1, generated=np.ones(1, np.int64))
-        zero = torch.zeros(1, device=self.device)
+        """Tokens of weight zero, with which this rank takes part in the others' collectives. The
+        fewest whose passes have more than one row, for which torch would compile other code."""
+        nothing = Sample(tokens=np.zeros(3, np.int32), prompt_len=1, generated=np.arange(1, 3))
+        zeros = torch.zeros(2, device=self.device)
         return MicroBatch(
             inputs=self._inputs([nothing]),
-            targets=torch.zeros(1, dtype=torch.int64, device=self.device),
-            columns=dict.fromkeys(names, zero),
-            weights=zero,
-            sample_lens=torch.ones(1, dtype=torch.int64, device=self.device),
+            targets=torch.zeros(2, dtype=torch.int64, device=self.device),
+            columns=dict.fromkeys(names, zeros),
+            weights=zeros,
+            sample_lens=torch.full((1,), 2, dtype=torch.int64, device=self.device),
             places=np.zeros(0, np.int64),
         )
 

@@ -219,8 +219,8 @@ def test_an_empty_micro_batch_is_padding_without_weight(packed: bool) -> None:
 
     ((micro_batch,),) = builder(packed).build(batch)
 
-    assert listed(micro_batch.weights) == [0.0]
-    assert micro_batch.targets.shape == (1,)
+    assert listed(micro_batch.weights) == [0.0, 0.0]
+    assert micro_batch.targets.shape == (2,)
 
 
 def test_temperature_divides_the_logits() -> None:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed
@@ -17,14 +18,15 @@ from test_scoring import PASSES, granite_model
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from training_models import make_model, save_model
+from training_models import VOCAB_SIZE, make_model, save_model
 from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from umbra.runtime.weights.shards import local_part
 from umbra.trainer.algorithms.base import load_loss
 from umbra.trainer.config.trainer_config import LoraSection, TrainSection
-from umbra.trainer.data.train_batch import PROXIMAL_LOGPROBS
+from umbra.trainer.data.train_batch import PROXIMAL_LOGPROBS, random_batch
+from umbra.trainer.model.compiling import CompiledFunction
 from umbra.trainer.model.lora_layers import LoraAdapters
 from umbra.trainer.model.model_loading import load_model, replace_head
 from umbra.trainer.model.optimizer import ModelOptimizer, parameter_kinds
@@ -57,6 +59,31 @@ def test_tied_parameters_are_trained_once_and_published_by_both_names(mesh: Devi
     assert policy.published[first] is policy.published[second]
     assert first in policy.parameters
     assert second not in policy.parameters
+
+
+@pytest.mark.filterwarnings("default")  # torch warns while it compiles
+def test_padding_runs_the_code_that_samples_had_compiled(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no sample of a rank has an advantage, the others would wait for it to compile."""
+    library: Any = torch
+    counters = library._dynamo.utils.counters["stats"]
+    monkeypatch.setattr(CompiledFunction, "_is_possible", True)
+    monkeypatch.setattr(torch, "compile", partial(library.compile, backend="eager"))  # in seconds
+    model = make_model()
+    register_packed_attention()
+    model.set_attn_implementation(PACKED_ATTENTION)
+    policy = TrainModel(PreparedModel(model, True), mesh, replace(PASSES, compiles=True), TRAIN)
+    batch = random_batch(np.array([5, 9, 7, 8]), 6, 4, VOCAB_SIZE, seed=0)
+    nothing = replace(batch, mask=np.zeros_like(batch.mask))
+    found: list[int] = []
+
+    for each in (batch, nothing):
+        ((micro_batch,),) = builder(packed=True).build(each)
+        policy.backward(policy.score(micro_batch).logprobs.sum(), is_last=True)
+        found.append(counters["unique_graphs"])
+
+    assert found[0] == found[1] > 0
 
 
 def test_a_reference_takes_the_policys_parameters(mesh: DeviceMesh) -> None:
