@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import json
 import logging
+import math
 import os
 import socket
 import time
@@ -34,6 +35,11 @@ LOGGER_TARGETS: Final[Mapping[str, str]] = {
 }
 """Loggers by name, which is also the name of the package that each needs."""
 
+_LEAST_PAUSE_S: Final = 600.0
+_PAUSE_FACTOR: Final = 20.0
+"""A logger that failed is left alone for this many times as long as its failure took: MLflow tries
+to reach a server for four minutes, for which the step waits."""
+
 # Constants of TensorBoard's protocol buffers.
 _DT_STRING: Final = 7
 _DATA_CLASS_TENSOR: Final = 2
@@ -52,7 +58,7 @@ class MetricsLogger(Protocol):
     """Receives metrics of each step, and samples of each evaluation. Rank 0 owns it.
 
     It is constructed with a `LoggedRun`. A step waits for its writes. An UmbraError ends the run;
-    after any other exception, only this logger is no longer used.
+    after any other exception, this logger misses the next steps (see `MetricsLoggers`).
     """
 
     def write(self, step: int, row: MetricsRow) -> None:
@@ -87,14 +93,21 @@ def check_loggers(names: Sequence[str] | None) -> None:
 
 class MetricsLoggers:
     """Owns all loggers of `run.loggers`, which start with the first row. `note` shows a line
-    to the operator."""
+    to the operator. One that fails is tried again later: its server may be back."""
 
-    def __init__(self, names: Sequence[str], run: LoggedRun, note: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        run: LoggedRun,
+        note: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._names = list(names)
         self._run = run
         self._note = note
+        self._clock = clock
         self._open: dict[str, MetricsLogger] = {}
-        self._failed: set[str] = set()
+        self._retry_at: dict[str, float] = {}  # of loggers whose last use failed
 
     def __enter__(self) -> Self:
         return self
@@ -120,19 +133,25 @@ class MetricsLoggers:
 
     def _use_all(self, use: Callable[[MetricsLogger], object]) -> None:
         for name in self._names:
-            if name not in self._failed:
-                self._use(name, use)
+            if self._clock() < self._retry_at.get(name, -math.inf):
+                continue
+            if self._use(name, use) and self._retry_at.pop(name, None) is not None:
+                self._note(f"run.loggers: {name} works again; metrics.jsonl has what it missed")
 
-    def _use(self, name: str, use: Callable[[MetricsLogger], object]) -> None:
+    def _use(self, name: str, use: Callable[[MetricsLogger], object]) -> bool:
+        began = self._clock()
         try:
             use(self._logger(name))
         except UmbraError:
             raise
         except Exception as error:  # of any library; metrics.jsonl has the numbers
-            logger.exception("the metrics logger %s failed", name)
-            if name not in self._failed:
-                self._note(f"run.loggers: {name} failed and is not used any more: {error}")
-            self._failed.add(name)
+            if name not in self._retry_at:
+                logger.exception("the metrics logger %s failed", name)
+                self._note(f"run.loggers: {name} failed and is tried again later: {error}")
+            ended = self._clock()
+            self._retry_at[name] = ended + max(_LEAST_PAUSE_S, _PAUSE_FACTOR * (ended - began))
+            return False
+        return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -132,15 +132,13 @@ def test_mlflow_gets_every_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert json.loads(Path(path).read_text()) == {"samples": [asdict(SAMPLES[0])]}
 
 
-def test_a_logger_that_fails_is_named_and_no_longer_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_logger_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if importlib.util.find_spec("mlflow"):
         monkeypatch.setenv("MLFLOW_TRACKING_URI", "no-such-scheme://server")
 
     (note,) = write_rows("mlflow", tmp_path)
 
-    assert note.startswith("run.loggers: mlflow failed and is not used any more: ")
+    assert note.startswith("run.loggers: mlflow failed and is tried again later: ")
 
 
 class LosesItsServer:
@@ -172,9 +170,58 @@ def test_a_logger_that_fails_between_steps_is_still_closed(
 
     notes = write_rows("lost", tmp_path)
 
-    assert notes == ["run.loggers: lost failed and is not used any more: the server is gone"]
+    assert notes == ["run.loggers: lost failed and is tried again later: the server is gone"]
     assert LosesItsServer.steps == [1]
     assert LosesItsServer.is_closed
+
+
+class Flaky:
+    """A `MetricsLogger` whose server may be gone, for which it looks 100 s."""
+
+    now = 0.0
+    is_gone = False
+    steps: ClassVar[list[int]] = []
+
+    def __init__(self, run: LoggedRun) -> None:
+        del run
+
+    def close(self, *, failed: bool) -> None:
+        del failed
+
+    def write(self, step: int, row: Mapping[str, float]) -> None:
+        del row
+        if Flaky.is_gone:
+            Flaky.now += 100.0
+            raise ConnectionError("the server is gone")
+        self.steps.append(step)
+
+    def write_samples(self, step: int, samples: Sequence[EvalSample]) -> None:
+        raise AssertionError("no samples")
+
+
+def test_a_logger_whose_server_comes_back_is_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_loggers, "LOGGER_TARGETS", {"lost": f"{__name__}:Flaky"})
+    notes: list[str] = []
+    run = LoggedRun(folder=tmp_path, name="run", settings={}, first_step=1)
+
+    with MetricsLoggers(["lost"], run, notes.append, clock=lambda: Flaky.now) as loggers:
+        loggers.write(1, {})
+        Flaky.is_gone = True
+        loggers.write(2, {})
+        Flaky.is_gone = False
+        Flaky.now += 1999.0
+        loggers.write(3, {})
+        Flaky.now += 1.0
+        loggers.write(4, {})
+        loggers.write(5, {})
+
+    assert Flaky.steps == [1, 4, 5]
+    assert notes == [
+        "run.loggers: lost failed and is tried again later: the server is gone",
+        "run.loggers: lost works again; metrics.jsonl has what it missed",
+    ]
 
 
 def test_a_package_that_is_missing_is_named_before_the_start(
