@@ -33,6 +33,7 @@ from umbra.runtime.cluster.environment import (
     log_level,
     secret_file,
     socket_root,
+    unique_pid,
     visible_gpus,
 )
 from umbra.runtime.cluster.guardian_process import GuardianProcess
@@ -167,7 +168,7 @@ def generate(job: FoundJob) -> int:
     Raises UmbraError if this machine cannot join, or the job or something here has failed."""
     keys = _load_keys(job.secret_file)
     allow_many_files()
-    node_id = f"{socket.gethostname()}-{os.getpid()}"
+    node_id = f"{socket.gethostname()}-{unique_pid(os.getpid())}"
     log_dir = job.log_dir / node_id
     settings = SupervisorConfig(
         node_id=node_id,

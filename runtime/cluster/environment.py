@@ -32,6 +32,8 @@ from umbra.runtime.cluster.socket_dir import default_root
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.process.torchrun_agent import TorchrunAgent
 
+_HOST_NAMESPACE: Final = 0xEFFFFFFC  # of processes outside of containers, in every kernel
+
 ACTOR_VARIABLE = "UMBRA_ACTOR"
 _RANK_VARIABLES: Final = frozenset(
     f"{scope}{name}"
@@ -184,6 +186,16 @@ def slurm_job_id(environ: Mapping[str, str] = os.environ) -> str:
 
 def host_address(environ: Mapping[str, str] = os.environ) -> str:
     return environ.get("UMBRA_HOST_ADDRESS", "").removeprefix("[").removesuffix("]")
+
+
+def unique_pid(pid: int) -> str:
+    """The number of a process here, and in a container more: each has a process 1, and hosts may
+    have one name."""
+    namespace = os.stat("/proc/self/ns/pid").st_ino
+    if namespace == _HOST_NAMESPACE:
+        return str(pid)
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+    return f"{pid}-{boot[:4]}{namespace % 2**16:04x}"
 
 
 def socket_root(environ: Mapping[str, str] = os.environ) -> Path:

@@ -17,6 +17,7 @@ from umbra.runtime.cluster.environment import (
     log_level,
     secret_file,
     socket_root,
+    unique_pid,
 )
 from umbra.runtime.cluster.guardian_process import GuardianProcess
 from umbra.runtime.cluster.job_nodes import check_several_nodes, job_name, own_address
@@ -70,7 +71,8 @@ class NodeLaunch:
         self.tcp_host = config.tcp_host or host_address()
         if environment.spans_nodes:
             check_several_nodes(environment)
-            self.node_id += f"-{owner_pid}"  # hosts may have one name, and a host several nodes
+            # Hosts may have one name, and a host several nodes.
+            self.node_id += f"-{unique_pid(owner_pid)}"
             self.tcp_host = self.tcp_host or own_address(*environment.meeting_point)
             self._job = keys_name = job_name(environment)
         else:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -272,3 +273,19 @@ def test_a_name_server_that_does_not_answer_is_a_warning(hosts: Hosts, home: Pat
             assert looked_up() == "[]\n"
     finally:
         hosts.reconnect(1)
+
+
+def test_containers_of_one_host_name_are_told_apart_where_torchrun_is_process_1() -> None:
+    program = "from umbra.runtime.cluster import environment as e; print(e.unique_pid(1)); input()"
+    command = ["unshare", "--pid", "--fork", sys.executable, "-c", program]
+    containers = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+
+    names = {container.stdout.readline() for container in containers if container.stdout}
+    for container in containers:
+        container.communicate("end\n")
+
+    assert len(names) == 2
+    assert all(name.startswith("1-") for name in names)
