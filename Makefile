@@ -85,7 +85,7 @@ test-vllm: $(VLLM_VENV)/.made smollm2 ## Run all tests that need a real vLLM, in
 	    tests/process/engines/test_vllm_lora.py tests/process/engines/test_vllm_synced_lora.py \
 	    tests/process/engines/test_vllm_lora_pool.py tests/process/engines/test_vllm_tensor_parallel.py \
 	    tests/process/engines/test_vllm_logprobs.py tests/process/engines/test_vllm_worker.py \
-	    tests/process/engines/test_vllm_recorded_plans.py \
+	    tests/process/engines/test_vllm_scheduler.py tests/process/engines/test_vllm_recorded_plans.py \
 	    tests/process/engines/test_vllm_fp8.py \
 	    tests/process/engines/test_vllm_training.py tests/process/engines/test_smollm2_answers.py \
 	    tests/gpu/trainer/test_serving_engines.py

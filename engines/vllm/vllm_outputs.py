@@ -8,30 +8,13 @@ three arrays and make three objects for each request and step.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from umbra.engines.shell.engine_core import NewOutput
 from umbra.runtime.engine_api.generation_request import GenerationRequest
 
-SCHEDULER: Final = f"{__name__}.make_scheduler"
-logger = logging.getLogger(f"vllm.{__name__}")  # vLLM's processes log nothing else
-
 _LOGPROBS: Final = "logprobs"  # in an output's kv_transfer_params, the one field for any value
-
-
-def make_scheduler(*, vllm_config: Any, **parts: Any) -> Any:
-    """vLLM's own scheduler for its other options, with `send_numbers`."""
-    vllm_config.scheduler_config.scheduler_cls = None
-    scheduler_class = vllm_config.scheduler_config.get_scheduler_cls()
-    logger.info(
-        "The warning about %s does not apply: it makes vLLM's own %s",
-        SCHEDULER, scheduler_class.__name__,
-    )  # fmt: skip
-    scheduler = scheduler_class(vllm_config=vllm_config, **parts)
-    scheduler.update_from_output = send_numbers(scheduler.update_from_output)
-    return scheduler
 
 
 def send_numbers(update_from_output: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from umbra.engines.shell.adapter_settings import EngineOptions, SpanningSettings, read_config
-from umbra.engines.vllm.vllm_outputs import SCHEDULER
+from umbra.engines.vllm.vllm_scheduler import SCHEDULER
 from umbra.runtime.engine_api.engine_names import kv_token_nbytes
 from umbra.runtime.engine_api.lora import read_adapter_rank
 from umbra.runtime.errors import ConfigError
