@@ -31,7 +31,8 @@ _KNOWN: Final[Mapping[int, tuple[str, str]]] = {
 """Cause and remedy of each."""
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _FEW_FILES: Final = 100
-"""Below as many, a file system was probably full of files, and not of bytes."""
+"""Below as many, a file system that has bytes was probably full of files. XFS and ZFS count free
+inodes by free bytes."""
 _RUST_OS_ERROR: Final = re.compile(r"\(os error (\d+)\)")
 _UNITS: Final = ("KiB", "MiB", "GiB", "TiB")
 
@@ -159,7 +160,8 @@ def _describe_free(path: Path) -> list[str]:
     except OSError:
         return []
     mount = next(folder for folder in (nearest, *nearest.parents) if os.path.ismount(folder))
-    if stats.f_files and stats.f_ffree < _FEW_FILES:  # those that it had made are removed
+    has_bytes = _free_nbytes(stats) > _FEW_FILES * stats.f_frsize
+    if stats.f_files and stats.f_ffree < _FEW_FILES and has_bytes:  # those of the run are removed
         return [f"only {stats.f_ffree} inodes free on {mount}: too many files"]
     return [f"{format_nbytes(_free_nbytes(stats))} free on {mount}"] if stats.f_blocks else []
 

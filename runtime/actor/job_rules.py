@@ -69,6 +69,10 @@ class JobRules:
         self._stopped_at: float | None = None
         self._has_lost_node = False  # in this epoch
 
+    @property
+    def is_stopping(self) -> bool:
+        return self._stopped_at is not None
+
     def start_over(self) -> None:
         """The ranks were started again: the job continues."""
         self._stopped_at = None
@@ -123,7 +127,7 @@ class JobRules:
             was_stopped: the ranks got a stop signal.
             have_all_detached: every rank announced that it leaves.
         """
-        if self.is_for_good or self._stopped_at is not None:
+        if self.is_for_good or self.is_stopping:
             is_over = True
         elif has_failed:
             is_over = not self.may_restart
@@ -143,4 +147,4 @@ class JobRules:
     def may_forget_keys(self, *, has_failed: bool) -> bool:
         """Whether no other node continues with the job's keys, as after a stop, failure
         or cut-off here."""
-        return not (self._has_lost_node or has_failed or self._stopped_at is not None)
+        return not (self._has_lost_node or has_failed or self.is_stopping)

@@ -189,12 +189,15 @@ def host_address(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def unique_pid(pid: int) -> str:
-    """The number of a process here, and in a container more: each has a process 1, and hosts may
-    have one name."""
-    namespace = os.stat("/proc/self/ns/pid").st_ino
+    """The process's number; in a container, with its boot and PID namespace, because each container
+    has a process 1, and hosts may share a name."""
+    try:
+        namespace = os.stat("/proc/self/ns/pid").st_ino
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+    except OSError:  # of a sandbox
+        return str(pid)
     if namespace == _HOST_NAMESPACE:
         return str(pid)
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
     return f"{pid}-{boot[:4]}{namespace % 2**16:04x}"
 
 

@@ -76,8 +76,10 @@ def refusal(error: OSError, system: Path = Path("/proc")) -> str:
     that the kernel commits no more memory, as does EFAULT where a mapping is populated."""
     if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFAULT):
         return explain(error, system)
-    reasons: list[str] = []
-    if (system / "sys/vm/overcommit_memory").read_text().strip() == "2":
+    reasons, commits = list[str](), ""
+    with suppress(OSError):  # a sandbox may lack the file
+        commits = (system / "sys/vm/overcommit_memory").read_text().strip()
+    if commits == "2":
         counts = dict(re.findall(r"(Commit\w+): +(\d+) kB", (system / "meminfo").read_text()))
         committed, limit = (
             format_nbytes(int(counts[name]) << 10) for name in ("Committed_AS", "CommitLimit")

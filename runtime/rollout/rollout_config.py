@@ -58,8 +58,8 @@ class RolloutSettings(Settings):
             because nothing can be learned from them. The run ends after as many in a row as the
             data has prompts, and at least 1000 and 10 steps' worth.
         max_failed_share: Largest share of the last 200 prompts that may be dropped because user
-            code failed: 0.05 allows 10. Exceeding it ends the run, and so do failures of all of the
-            first ones, with 0.05 of 3. 1 allows any number.
+            code failed: 0.05 allows 10. Exceeding it ends the run, and so do the first prompts if
+            all fail. 1 allows any number.
         ledger_gb: Size of the newest part of the ledger's log, in 10^9 bytes, that keeps all
             tokens. Older samples that no checkpoint needs are reduced to their facts, and to the
             texts of the best and the worst of each step.

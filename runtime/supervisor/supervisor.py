@@ -205,6 +205,10 @@ class Supervisor:
         self._rules.is_for_good = self._waiting is not None
         self._context.over.set()
 
+    @property
+    def is_stopping(self) -> bool:
+        return self._rules.is_stopping
+
     def stop_job(self, number: int, grace_s: float | None = None, cause: str = "") -> None:
         """A stop signal reached this process or the guardian, or a request asks for one. The ranks
         stop as if it had reached them, and the job is over when the last has left. A second signal,

@@ -151,11 +151,12 @@ async def _look_around(supervisor: Supervisor, socket_dir: Path) -> None:
             is_reachable = False
             text = (
                 f"{socket_dir} with this job's sockets was removed, so that no weights can be sent "
-                "and no actor replaced: the job is stopped; resume it with UMBRA_SOCKET_ROOT set "
-                "to a folder that nothing cleans"
+                "and no actor replaced: what runs here is stopped; start it again with "
+                "UMBRA_SOCKET_ROOT set to a folder that nothing cleans"
             )
             supervisor.notes.note(text, "fault", "supervisor")
-            supervisor.stop_job(signal.SIGTERM, cause="its sockets were removed")
+            if not supervisor.is_stopping:
+                supervisor.stop_job(signal.SIGTERM, cause="its sockets were removed")
 
 
 def main() -> None:

@@ -3,6 +3,7 @@ versions."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import functools
 import json
@@ -407,6 +408,8 @@ class RunLock:
         except BlockingIOError:
             return False
         except OSError as error:  # of Lustre that is mounted without `flock`, or of FUSE
+            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+                raise
             logger.warning(
                 "%s is on a file system without locks (%s): start no second run in it",
                 self._path.parent,

@@ -437,11 +437,12 @@ class NodeChecks:
         if not any(self._gpu_nbytes):
             raise NotApplicable("no GPU here")
         try:
-            nbytes = check_host_memory(
-                self._config, environment.world_size, environment.local_world_size
-            )
-        except DataError as error:
+            ModelSizes.read(self._config.model.path)
+        except (ConfigError, DataError) as error:
             raise NotApplicable(f"the model's size is not known: {error}") from None
+        nbytes = check_host_memory(
+            self._config, environment.world_size, environment.local_world_size
+        )
         return f"ranks keep {nbytes / GIB:.1f} GiB in it"
 
     def _user_functions(self) -> str:
@@ -546,7 +547,8 @@ def threads() -> str:
     limit = min(thread_limit(), of_user if is_bound else math.inf)
     if limit < _LEAST_NUM_THREADS:
         raise ConfigError(
-            f"all processes together may have {limit:g} threads: raise it to {_LEAST_NUM_THREADS} "
-            "or more (ulimit -u, TasksMax for slurmd, --pids-limit for a container)"
+            f"all processes together may have {limit:.0f} threads: raise it to "
+            f"{_LEAST_NUM_THREADS} or more (ulimit -u, TasksMax for slurmd, --pids-limit for a "
+            "container)"
         )
-    return f"up to {'any number' if math.isinf(limit) else f'{limit:g}'}"
+    return f"up to {'any number' if math.isinf(limit) else f'{limit:.0f}'}"

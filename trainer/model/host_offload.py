@@ -15,6 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from umbra.runtime.errors import ConfigError
+from umbra.runtime.process.host_memory import refusal
 from umbra.runtime.weights.image.gpu_copies import lock_pages
 from umbra.runtime.weights.shards import local_part
 from umbra.trainer.model.train_model import TrainModel
@@ -151,6 +153,7 @@ def _storage_key(tensor: Tensor) -> int:
 def host_buffers(sizes: Sequence[int], *, on_gpu: bool) -> list[Tensor]:
     """[nbytes] uint8 in host memory for each of `sizes`. Those for copies of what is `on_gpu` are
     page-locked, until no view of them is left, or a warning says that CUDA cannot lock as much.
+    Raises ConfigError if the kernel grants no more memory.
 
     torch rounds its own up to the next power of two (CachingHostAllocator): for the parameters of
     an 8B model on two GPUs, by a third.
@@ -161,7 +164,11 @@ def host_buffers(sizes: Sequence[int], *, on_gpu: bool) -> list[Tensor]:
         if not may_lock or nbytes == 0:
             buffers.append(torch.empty(nbytes, dtype=torch.uint8))
             continue
-        memory = mmap.mmap(-1, nbytes)  # page-aligned, and shared, so that no fork copies it
+        try:
+            memory = mmap.mmap(-1, nbytes)  # page-aligned, and shared, so that no fork copies it
+        except OSError as error:
+            need = f"copies of a GPU's memory need {nbytes / 2**30:.1f} GiB of the host's"
+            raise ConfigError(f"{need}: {refusal(error)}") from error
         buffer = torch.frombuffer(memory, dtype=torch.uint8)
         buffers.append(buffer)
         may_lock = lock_pages(buffer.data_ptr(), nbytes, "copies of a GPU's memory")

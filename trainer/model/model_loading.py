@@ -89,7 +89,8 @@ def prepare_causal_lm(section: ModelSection, dtype: torch.dtype) -> PreparedMode
     buffers = weights.float32_buffers(model)
     if obstacle:
         logger.warning("every rank loads all weights of %s: %s", section.path, obstacle)
-        model = _from_pretrained(section, dtype, _with_float32(type(model), buffers))
+        kind = _with_float32(type(model), buffers)
+        model = _from_pretrained(section, dtype, kind, cast("Any", model).config)
         _make_buffers(model, frozen)
         if is_packed:
             _pack(model)
@@ -234,11 +235,13 @@ def _drops_arguments(block: type[nn.Module]) -> bool:
     return inspect.getsource(inspect.unwrap(block.forward)).count("kwargs") == 1
 
 
-def _from_pretrained(section: ModelSection, dtype: torch.dtype, kind: Any) -> nn.Module:
+def _from_pretrained(
+    section: ModelSection, dtype: torch.dtype, kind: Any, config: Any
+) -> nn.Module:
     try:
         model, report = kind.from_pretrained(
             str(section.path),
-            config=_read_config(section),
+            config=config,
             dtype=dtype,
             local_files_only=True,
             trust_remote_code=section.trust_remote_code,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from typing import Final, Self
 
@@ -13,6 +14,8 @@ from umbra.trainer.services.memory_needs import check_host_memory, plan_job_memo
 from umbra.trainer.services.pool_specs import plan_pools
 from umbra.trainer.services.services import POOL
 from umbra.trainer.world.mesh import pick_device, usable_gpus
+
+logger = logging.getLogger(__name__)
 
 _LEAST_S: Final = 1800.0
 """Least timeout of a collective. Ranks that fail end the others through the session long before,
@@ -35,7 +38,7 @@ class JobPlan:
     @classmethod
     def make(cls, config: TrainerConfig, session: Session, num_local_ranks: int) -> Self:
         """Raises ConfigError if a rank or an engine has no place, or a phase does not fit a GPU.
-        Notes warn of host memory that is short: a virtual machine may get more as it is used."""
+        Warns on each host whose memory is short: a virtual machine may get more as it is used."""
         if config.pool.count == 0 and not session.tcp_host:
             raise ConfigError(
                 "pool.count = 0 leaves the engines to machines that join, and this job listens on "
@@ -54,7 +57,8 @@ class JobPlan:
             try:
                 check_host_memory(config, len(placement.ranks), num_local_ranks)
             except ConfigError as error:
-                memory = replace(memory, notes=(*memory.notes, f"warning: {error}"))
+                if session.local_rank == 0:
+                    logger.warning("%s", error)
         return cls(
             config=config,
             placement=replace(placement, kv_num_tokens=memory.kv_num_tokens),

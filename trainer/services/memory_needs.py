@@ -58,8 +58,8 @@ _WHOLE_MAX_PARAMETERS: Final = 1_000_000_000
 """Up to this size, FSDP gathers and reduces the whole model once a step, where there is memory: by
 layers, it does so for each micro-batch, which takes a small model longer than its kernels. Higher
 leaves the GPU idle while much is gathered, before a step's first kernel."""
-_MOST_NUM_SEQS: Final = 512
-"""Steps of more sequences are in no CUDA graph of vLLM's."""
+_MOST_NUM_SEQS: Final = {"vllm": 512}
+"""An engine's decode steps of more sequences are in no CUDA graph; SGLang's mostly not from 257."""
 _LARGE_MICRO_BATCH_TOKENS: Final = 32_768
 """A micro-batch has as many where there is memory: on an H200, a 0.6B step takes 723 ms and 40 GiB
 instead of 746 ms and 29 GiB."""
@@ -83,8 +83,8 @@ def plan_job_memory(
     gpu_nbytes: Sequence[Sequence[int]],
     device_type: str,
 ) -> tuple[MemoryPlan, TrainerConfig]:
-    """Plans the job's memory, and settles five settings that may be open. `pool.max_num_seqs` is an
-    engine's part of a step's completions, from 256 to 512: those that wait take as many steps
+    """Plans the job's memory, and settles five settings that may be open. `pool.max_num_seqs` is
+    vLLM's part of a step's completions, from 256 to 512: those that wait take as many steps
     again. `train.activation_checkpointing` is "full" if training may not fit otherwise, then
     `pool.sleep` is the least with which it still fits, and engines lack no KV cache for a step's
     samples. Then micro-batches are larger, and `model.fsdp_wrap` is "root" for a model that is not
@@ -107,7 +107,8 @@ def plan_job_memory(
 def _with_num_seqs(config: TrainerConfig, host: str, plan: Plan) -> TrainerConfig:
     if config.pool.max_num_seqs or not any(place.gpus for place in plan.engines[host]):
         return config
-    num_seqs = min(max(_samples_each(config, host, plan), DEFAULT_NUM_SEQS), _MOST_NUM_SEQS)
+    most = _MOST_NUM_SEQS.get(config.pool.engine, DEFAULT_NUM_SEQS)
+    num_seqs = min(max(_samples_each(config, host, plan), DEFAULT_NUM_SEQS), most)
     return replace(config, pool=replace(config.pool, max_num_seqs=num_seqs))
 
 

@@ -157,7 +157,7 @@ class RewardFunction:
         sample_ids: Sequence[str],
         deadline: ExtendableDeadline,
     ) -> list[float]:
-        # Lists of its own: it may change them, and another function gets what it got.
+        # A function may change its arguments, and others get the same ones.
         arguments = {"prompts": [*prompts], "completions": [*completions], **columns}
 
         # The result is checked where user code runs, because reading it may run user code, too.

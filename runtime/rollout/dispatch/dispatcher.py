@@ -217,16 +217,24 @@ class Dispatcher:
         self._on_work(self.has_work)
 
     def _assign_waiting(self) -> None:
+        passed: list[Turn] = []  # the engines are full that have not failed them
         while self._waiting:
             turn = next(iter(self._waiting))
             group_engine = turn.group.last_engine if turn.group else None
             engine = self._router.choose(
                 turn.cost(), turn.trajectory.last_engine, group_engine, turn.failed_by
             )
-            if engine is None:
-                return
+            if engine is None and turn.failed_by is None:
+                break
             del self._waiting[turn]
-            self._assign(engine, turn)
+            if engine is None:
+                passed.append(turn)
+            else:
+                self._assign(engine, turn)
+        for turn in reversed(passed):
+            if not turn.is_cancelled:  # by a recorder that failed
+                self._waiting[turn] = None
+                self._waiting.move_to_end(turn, last=False)
 
     def _assign(self, engine: EngineId, turn: Turn) -> None:
         if turn.is_cancelled:

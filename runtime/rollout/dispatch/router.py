@@ -47,9 +47,9 @@ class Router:
     seconds but for a factor that all engines share. An engine that has not been measured counts as
     the mean of the others.
 
-    An engine works on `max_running` requests at a time and holds up to `max_inflight`. A request
-    waits there only if engines that would begin it at once are far slower, or if the engine has the
-    trajectory's own tokens: to prefill a long context elsewhere takes longer than such a wait.
+    An engine works on `max_running` requests at a time and holds up to `max_inflight`. While
+    another one would begin a request at once, it waits only if that one is far slower, or if the
+    engine has the trajectory's own tokens: to prefill a long context elsewhere may take longer.
     """
 
     def __init__(self, max_inflight: int, max_running: int) -> None:

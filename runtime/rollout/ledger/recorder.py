@@ -352,7 +352,7 @@ def _check_fit(history: History, restores: Restores, needs: Position, step: int)
         raise LedgerError(
             f"the ledger in {history.folder} ends at {history.end}, but the checkpoint was made at "
             f"{needs}: put the ledger's files back, resume from an older checkpoint, or begin "
-            "another run.dir with this one (run.resume=PATH)"
+            "another run.dir with this checkpoint (run.resume=PATH)"
         )
     for position, restored_step in restores:
         if restored_step < step and position >= needs:

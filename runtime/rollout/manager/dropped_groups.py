@@ -13,8 +13,8 @@ from umbra.runtime.rollout.dispatch.trajectory import Group
 _WINDOW: Final = 200
 """Recent groups over which `max_failed_share` is counted."""
 _UNLIKELY: Final = 0.001
-"""Probability of as many failures in a row from which a run ends before it has `_WINDOW` groups. A
-larger one may end a run by chance; a smaller one makes a broken function cost more groups."""
+"""A run whose groups have all failed ends early if the allowed share makes that less probable. A
+larger value may end a run by chance; a smaller one makes a broken function cost more groups."""
 _MAX_REPORTED: Final = 5
 _REPORT_WINDOW_S: Final = 60.0
 """Window of `_MAX_REPORTED`. More reports flood the console; fewer hide single prompts."""
@@ -56,21 +56,21 @@ class FailedGroups:
     def scored(self) -> None:
         self._have_failed.append(False)
 
-    def failed(self, group: Group, error: UmbraError) -> None:
+    def failed(self, group: Group, error: UmbraError, num_admitted: int) -> None:
         """Counts a dropped group; raises like `error` if more failed than is allowed, or all so far
-        and too many for chance."""
+        and more than that share of the `num_admitted`: groups that fail end before others."""
         self._have_failed.append(True)
         share, num_failed = self._max_failed_share, sum(self._have_failed)
-        allowed = int(share * _WINDOW)
+        allowed = round(share * _WINDOW)
+        are_all = all(self._have_failed) and share**num_failed < _UNLIKELY
         counts = f"{num_failed} of the last {len(self._have_failed)} groups failed"
-        if num_failed > allowed or (all(self._have_failed) and share**num_failed < _UNLIKELY):
-            message = (
-                f"{error}; {counts}; rollout.max_failed_share = {share:g} allows {allowed} of "
-                f"{_WINDOW}, but not all of the first"
-            )
+        may = f"{allowed} of {_WINDOW} may"
+        if num_failed > allowed or (are_all and num_failed > share * min(_WINDOW, num_admitted)):
+            limit = f"rollout.max_failed_share = {share:g}"
+            message = f"{error}; {counts}; by {limit}, {may}{', but not all' * are_all}"
             is_reward = isinstance(error, RewardError)
             raise RewardError(message) if is_reward else RolloutError(message)
-        self._report(group, error, f"{counts}, {allowed} of {_WINDOW} may")
+        self._report(group, error, f"{counts}, {may}")
 
     def _report(self, group: Group, error: UmbraError, counts: str) -> None:
         now = self._clock()

@@ -274,7 +274,7 @@ class TrainingFlow:
         is_reward = isinstance(error, RewardError)
         self._drop(group, "reward failed" if is_reward else "agent loop failed", str(error))
         try:
-            self._failed.failed(group, error)
+            self._failed.failed(group, error, self.num_admitted)
         except RolloutError as too_many:
             self._on_failure(too_many)
             return

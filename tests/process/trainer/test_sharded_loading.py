@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 from loading_programs import compare_loading, score_beside
+from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 from training_models import make_model, save_model, save_tokenizer
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from umbra.runtime.errors import DataError
 from umbra.runtime.testing.distributed_world import DistributedWorld
@@ -186,6 +187,27 @@ def test_biases_that_choose_experts_are_buffers_and_keep_their_precision(
         assert not isinstance(bias, torch.nn.Parameter)
         assert bias.dtype == torch.float32
         assert torch.equal(bias, expected[name])
+
+
+@pytest.mark.slow
+def test_a_language_model_loads_from_the_files_of_one_that_also_sees(tmp_path: Path) -> None:
+    text = {
+        **{"hidden_size": 16, "intermediate_size": 16, "intermediate_size_mlp": 16},
+        **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 32},
+        **{"num_hidden_layers": 2, "num_local_experts": 2, "pad_token_id": 0},
+    }
+    named: Any = AutoConfig
+    auto: Any = AutoModelForCausalLM
+    config = named.for_model("llama4", text_config=text)
+    expected = auto.from_config(config).state_dict()
+    config.save_pretrained(tmp_path)
+    stored = {f"language_model.{name}": each for name, each in expected.items()}
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+
+    found = prepare_causal_lm(ModelSection(path=tmp_path), torch.float32).model.state_dict()
+
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], each) for name, each in expected.items())
 
 
 def biases(model: torch.nn.Module) -> dict[str, torch.Tensor]:

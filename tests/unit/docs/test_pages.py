@@ -22,7 +22,7 @@ from documented_examples import captures_of, files_of
 
 from umbra.runtime.settings import annotations_of
 from umbra.runtime.testing.scripted_agents import ScriptedContext
-from umbra.trainer.algorithms.base import load_advantage_estimator
+from umbra.trainer.algorithms.base import load_advantage_estimator, load_loss
 from umbra.trainer.config.algorithm_names import ADVANTAGE_ESTIMATORS, LOSSES
 from umbra.trainer.config.config_file import other_trainers_hint
 from umbra.trainer.config.trainer_config import TrainerConfig, TrainSection
@@ -157,6 +157,7 @@ def test_the_example_of_a_loss_and_an_advantage_is_right(tmp_path: Path) -> None
     for name, text in files_of("add-an-algorithm.md").items():
         (tmp_path / name).write_text(text)
 
+    load_loss("my_losses:truncated_reinforce", [str(tmp_path)])
     centred = load_advantage_estimator("my_losses:centred", [str(tmp_path)])
     runpy.run_path(str(tmp_path / "test_my_losses.py"))["test_a_ratio_is_cut_to_two"]()
 

@@ -230,6 +230,23 @@ def test_a_turn_that_an_engine_failed_goes_to_another_that_serves() -> None:
     bench.dispatcher.check_integrity()
 
 
+def test_an_engine_that_failed_a_turn_gets_others_while_that_one_waits_for_another_engine() -> None:
+    bench = Bench(max_inflight=1)
+    for engine in (A, B):
+        bench.serve(engine)
+    first, second, third = bench.submit(), bench.submit(), bench.submit()
+    failing, other = first.engine, second.engine
+    assert failing is not None
+    assert other is not None
+
+    bench.dispatcher.on_batch(failing, delta([], [(first.request_id, "error: broken")]))
+    assert (first.engine, second.engine, third.engine) == (None, other, failing)
+
+    bench.dispatcher.cancel([second])
+    assert first.engine == other
+    bench.dispatcher.check_integrity()
+
+
 def test_cancelled_turns_vanish_and_their_requests_are_withdrawn() -> None:
     bench = Bench(max_inflight=1)
     inbox = bench.serve(A)

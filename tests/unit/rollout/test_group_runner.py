@@ -357,11 +357,11 @@ class World:
         self._num_failed = 0
         self.groups = FailedGroups(max_failed_share, self.notes.append, lambda: self.now)
 
-    def fail(self, error: RolloutError, text: str = "3,7=") -> None:
+    def fail(self, error: RolloutError, text: str = "3,7=", num_admitted: int = 9) -> None:
         prompt = Prompt("p", text, np.zeros(1, np.int32), {})
         sample = Trajectory("g/0", prompt, 0, budget=4, max_context_len=8)
         self._num_failed += 1
-        self.groups.failed(Group(f"g{self._num_failed}", [sample]), error)
+        self.groups.failed(Group(f"g{self._num_failed}", [sample]), error, num_admitted)
 
 
 def test_a_failed_group_is_reported_with_its_prompt_and_its_reason() -> None:
@@ -410,20 +410,25 @@ def test_more_than_allowed_end_the_run_with_the_last_reason(kind: type[RolloutEr
 
     world.fail(kind("no"))  # the first is no longer among the last 200
     world.fail(kind("no"))
-    with pytest.raises(kind, match=r"^not again; 3 of the last 200 groups failed; .*= 0.01 allow"):
+    with pytest.raises(kind, match=r"^not again; 3 of the last 200 groups .* 0.01, 2 of 200"):
         world.fail(kind("not again"))
 
     assert len(world.notes) == 3
 
 
-@pytest.mark.parametrize(("share", "num_failures"), [(0.0, 1), (0.05, 3), (0.5, 10)])
-def test_a_run_of_which_all_groups_failed_ends_early(share: float, num_failures: int) -> None:
+@pytest.mark.parametrize(
+    ("share", "num_admitted", "num_failures"),
+    [(0.0, 64, 1), (0.05, 8, 3), (0.05, 64, 4), (0.05, 999, 11), (0.5, 8, 10)],
+)
+def test_a_run_of_which_all_groups_failed_ends_early(
+    share: float, num_admitted: int, num_failures: int
+) -> None:
     world = World(share)
     for _ in range(num_failures - 1):
-        world.fail(RewardError("no"))
+        world.fail(RewardError("no"), num_admitted=num_admitted)
 
     with pytest.raises(RewardError, match=rf"{num_failures} of the last {num_failures} groups"):
-        world.fail(RewardError("no"))
+        world.fail(RewardError("no"), num_admitted=num_admitted)
 
 
 def test_failures_of_a_function_that_fails_rarely_are_allowed_from_the_start() -> None:
@@ -434,5 +439,5 @@ def test_failures_of_a_function_that_fails_rarely_are_allowed_from_the_start() -
         world.fail(RewardError("no"))
 
     assert world.notes[4].endswith("(5 of the last 7 groups failed, 10 of 200 may)")
-    with pytest.raises(RewardError, match=r"11 of the last 16 groups failed; .*= 0.05 allows 10"):
+    with pytest.raises(RewardError, match=r"11 of the last 16 groups .* 0.05, 10 of 200"):
         world.fail(RewardError("no"))

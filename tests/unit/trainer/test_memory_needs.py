@@ -376,6 +376,7 @@ def test_nothing_stays_awake_without_a_plan_or_beside_a_judge(umbra_tiny_model_d
         ({}, 100, 1, 512),
         ({"max_num_seqs": 100}, 48, 1, 100),
         ({"device": "cpu"}, 48, 1, 256),
+        ({"engine": "sglang"}, 48, 1, 256),
     ],
 )
 def test_an_engine_has_all_of_its_part_of_a_step_at_a_time(
