@@ -275,7 +275,7 @@ def test_a_name_server_that_does_not_answer_is_a_warning(hosts: Hosts, home: Pat
         hosts.reconnect(1)
 
 
-def test_containers_of_one_host_name_are_told_apart_where_torchrun_is_process_1() -> None:
+def test_containers_of_one_host_name_differ_where_torchrun_is_process_1() -> None:
     program = "from umbra.runtime.cluster import environment as e; print(e.unique_pid(1)); input()"
     command = ["unshare", "--pid", "--fork", sys.executable, "-c", program]
     containers = [

@@ -83,7 +83,7 @@ def count_calls(manager: Any) -> list[None]:
 
 
 def cache_state(scheduler: Any) -> Any:
-    """What the cache's blocks hold, of which requests, and the order in which free ones go."""
+    """The contents of the cache's blocks, whose they are, and the order in which free ones go."""
     manager = scheduler.kv_cache_manager
     pool = manager.block_pool
     (group,) = manager.coordinator.single_type_managers

@@ -120,8 +120,8 @@ class SignalException(Exception):
 
 
 class RanksFailed(Exception):
-    """Like torchrun's ChildFailedError. Each rank has an exit code and its error, if it told one;
-    the last rank failed first."""
+    """Like torchrun's ChildFailedError. Each rank has an exit code and perhaps the error that it
+    reported; the last rank failed first."""
 
     def __init__(self, *ranks: tuple[int, str]) -> None:
         super().__init__(ranks)
@@ -129,9 +129,9 @@ class RanksFailed(Exception):
             rank: SimpleNamespace(
                 exitcode=code,
                 timestamp=-rank,
-                message={"message": told} if told else "To enable traceback see: https:",
+                message={"message": error} if error else "To enable traceback see: https:",
             )
-            for rank, (code, told) in enumerate(ranks)
+            for rank, (code, error) in enumerate(ranks)
         }
 
 
@@ -192,10 +192,10 @@ def test_a_stop_ends_torchrun_without_a_stack(
 
 @pytest.mark.usefixtures("of_the_trainer")
 @pytest.mark.parametrize("first", [(1, "rank 1: ConfigError: steps is 0"), (-signal.SIGKILL, "")])
-def test_the_first_error_that_a_rank_has_told_is_the_last_line(
+def test_the_first_error_that_a_rank_reported_is_the_last_line(
     first: tuple[int, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A rank that was killed has told none, but the others say so."""
+    """A rank that was killed reported none, but the others name it."""
     prepare_torchrun()
     error = RanksFailed((1, "rank 0: JobFailed: rank 1 failed"), first)
 
