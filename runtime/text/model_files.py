@@ -15,6 +15,8 @@ from umbra.runtime.errors import ConfigError, DataError
 _DEFAULT_CONTEXT_LEN: Final = 4096
 # Class names of transformers end in the task: BertForMaskedLM, Qwen2ForSequenceClassification.
 _OTHER_TASK: Final = re.compile("For(?!CausalLM|ConditionalGeneration)[A-Z]")
+# Decoders of these may be reward models, with which a critic starts.
+_SCORES: Final = re.compile("For(Sequence|Token)Classification")
 
 
 def read_model_config(model_path: Path) -> dict[str, Any]:
@@ -37,13 +39,15 @@ def read_model_config(model_path: Path) -> dict[str, Any]:
     return _read_json(model_path / "config.json", advice)
 
 
-def check_causal(setting: str, model_path: Path) -> None:
-    """Raises ConfigError if the model is not a causal language model by its config.json. Encoders
-    whose config leaves that open are found when they are built."""
+def check_causal(setting: str, model_path: Path, *, may_score: bool = False) -> None:
+    """Raises ConfigError if the model is not a causal language model by its config.json, nor with
+    `may_score` a reward model. Encoders whose config leaves that open are found when they are
+    built."""
     config = read_model_config(model_path)
     names = cast("list[str]", config.get("architectures") or [])
     reason = ""
-    if names and all(map(_OTHER_TASK.search, names)):
+    scores = may_score and any(map(_SCORES.search, names))
+    if names and not scores and all(map(_OTHER_TASK.search, names)):
         reason = f"is a {names[0]}"
     for section in _sections(config):
         if section.get("is_encoder_decoder"):

@@ -96,10 +96,12 @@ def _kind(pool: EnginePoolSettings) -> EngineKind:
     )
 
 
-def check_model(setting: str, folder: Path, *, reads_all: bool = False) -> None:
-    """Raises ConfigError unless the model is causal, and DataError for incomplete weights. With
+def check_model(
+    setting: str, folder: Path, *, reads_all: bool = False, may_score: bool = False
+) -> None:
+    """Raises ConfigError as `check_causal` does, and DataError for incomplete weights. With
     `reads_all`, an engine reads every safetensors file of a folder without an index."""
-    check_causal(setting, folder)
+    check_causal(setting, folder, may_score=may_score)
     try:
         stored = WeightFiles(folder)
     except DataError as error:
@@ -147,7 +149,7 @@ def check_critic(config: TrainerConfig) -> None:
     DataError if it is incomplete."""
     path = config.critic.path
     if config.has_critic and path is not None:
-        check_model("critic.path", path)
+        check_model("critic.path", path, may_score=True)
         own, other = vocabulary(config.model.path), vocabulary(path)
         check_vocabulary(config, "critic.path", path, own, other)
 

@@ -213,6 +213,8 @@ def test_a_model_is_causal_by_its_config(tmp_path: Path, model: dict[str, Any], 
         return
     with pytest.raises(ConfigError, match=rf"^critic.path: {tmp_path} .*{said}"):
         check_causal("critic.path", tmp_path)
+    if said.endswith("SequenceClass"):
+        check_causal("critic.path", tmp_path, may_score=True)
 
 
 def test_every_program_refuses_models_that_are_not_causal(values: dict[str, Any]) -> None:
