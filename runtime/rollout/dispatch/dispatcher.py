@@ -35,6 +35,10 @@ logger = logging.getLogger(__name__)
 # A turn that engines fail this often without a token in between is considered the cause. Engines
 # that die do not count. With 3, three faults of engines that met one turn by chance ended a run.
 _MAX_TURN_ERRORS: Final = 5
+# Turns that an engine failed and that others pass while all other engines are full. More let a
+# broken engine fail all that wait, and are looked at with every batch; fewer leave an engine idle
+# that failed a few.
+_MAX_PASSED: Final = 16
 # Requests listed as not begun although they may have begun or ended. Fewer are sorted out more
 # often; more take memory.
 _MAX_STALE: Final = 64
@@ -224,7 +228,7 @@ class Dispatcher:
             engine = self._router.choose(
                 turn.cost(), turn.trajectory.last_engine, group_engine, turn.failed_by
             )
-            if engine is None and turn.failed_by is None:
+            if engine is None and (turn.failed_by is None or len(passed) == _MAX_PASSED):
                 break
             del self._waiting[turn]
             if engine is None:
@@ -267,17 +271,21 @@ class Dispatcher:
         self._recorder.started(trajectory)  # a recorder that fails cancels all turns
 
     def _rebalance_to(self, engine: EngineId) -> None:
-        """Moves turns that have not begun to an engine that joins late, newest first."""
+        """Moves turns that have not begun, nor failed there, to an engine that joins late, newest
+        first."""
         capacity, moved = self._router.capacity_left(engine), list[Turn]()
         overloaded = self._router.overloaded() if capacity else []
         for other, excess in overloaded:
             if other == engine:
                 continue
             held, not_begun = self._inflight[other], self._not_begun[other]
-            withdrawn: list[int] = []
+            withdrawn, failed = list[int](), list[int]()
             while not_begun and len(moved) < capacity:
                 turn = held.get(not_begun[-1])
                 if turn is not None and not turn.has_begun:
+                    if turn.failed_by == engine:
+                        failed.append(not_begun.pop())
+                        continue
                     excess -= turn.unspent
                     if excess < 0:
                         break
@@ -285,6 +293,7 @@ class Dispatcher:
                     self._end_attempt(other, turn)
                     moved.append(turn)
                 not_begun.pop()
+            not_begun.extend(reversed(failed))
             if withdrawn:
                 self._carriers[other].withdraw(withdrawn)
         for turn in reversed(moved):

@@ -247,6 +247,39 @@ def test_an_engine_that_failed_a_turn_gets_others_while_that_one_waits_for_anoth
     bench.dispatcher.check_integrity()
 
 
+def test_an_engine_that_fails_all_it_gets_does_not_get_all_that_waits() -> None:
+    bench = Bench(max_inflight=1)
+    bench.serve(B)
+    long = bench.submit()
+    bench.serve(A)
+    turns = [bench.submit() for _ in range(40)]
+
+    while failed := [turn for turn in turns if turn.engine == A]:
+        bench.dispatcher.on_batch(A, delta([], [(failed[0].request_id, "error: broken")]))
+
+    assert long.engine == B
+    assert sum(turn.num_errors for turn in turns) == 17, "sixteen let others pass"
+    bench.dispatcher.check_integrity()
+
+
+def test_an_engine_that_serves_again_does_not_get_back_what_it_failed() -> None:
+    bench = Bench(max_inflight=9)
+    for engine in (A, B):
+        bench.serve(engine)
+    turns = [bench.submit() for _ in range(4)]
+    failed = [turn for turn in turns if turn.engine == A]
+    finishes = [(turn.request_id, "error: broken") for turn in failed]
+    bench.dispatcher.on_batch(A, delta([], finishes))
+    assert {turn.engine for turn in turns} == {B}
+
+    bench.dispatcher.set_serving(A, False)
+    bench.dispatcher.set_serving(A, True)
+
+    assert {turn.engine for turn in failed} == {B}
+    assert {turn.engine for turn in turns} == {A, B}, "others move"
+    bench.dispatcher.check_integrity()
+
+
 def test_cancelled_turns_vanish_and_their_requests_are_withdrawn() -> None:
     bench = Bench(max_inflight=1)
     inbox = bench.serve(A)
