@@ -154,7 +154,8 @@ class EnginePoolSettings(Settings):
             pools, is shared. Default: `mode` decides.
         device: Device of the engines. "auto" is cuda where the trainer runs on it.
         max_num_seqs: Completions an engine works on at a time. More use its device better and take
-            more KV cache. Default: 256; for `[pool]` with vLLM, what a step needs up to 512.
+            more KV cache. Default: 256; for `[pool]` with vLLM on GPUs, what a step needs up to
+            512.
         max_context_len: Longest prompt + completion in tokens. Longer contexts take more KV cache.
             Default: the model's limit, at most 4096.
         kv_cache_num_tokens: Size of an engine's KV cache, in tokens of all its sequences. Smaller
