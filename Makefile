@@ -77,8 +77,8 @@ test: $(VENV)/.dev ## Run all tests that need neither a GPU nor a cluster (20 to
 	$(BIN)/python -m pytest -m "not alone and not gpu and not cluster" -n 3 --dist loadfile
 	$(BIN)/python -m pytest -m "alone and not gpu and not cluster" $$(grep -rl --include='test_*.py' 'mark\.alone' tests)
 	$(VLLM_VENV)/bin/python -m pytest -n 2 --dist loadfile \
-	    tests/process/engines/test_vllm.py tests/process/engines/test_vllm_training.py \
-	    tests/process/engines/test_smollm2_answers.py
+	    tests/process/engines/test_vllm.py tests/process/engines/test_vllm_scheduler.py \
+	    tests/process/engines/test_vllm_training.py tests/process/engines/test_smollm2_answers.py
 
 test-vllm: $(VLLM_VENV)/.made smollm2 ## Run all tests that need a real vLLM, including those that start and kill many (ten minutes)
 	$(VLLM_VENV)/bin/python -m pytest tests/process/engines/test_vllm.py tests/process/engines/test_vllm_process.py \
