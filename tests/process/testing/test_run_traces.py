@@ -23,10 +23,13 @@ from umbra.runtime.cluster.socket_dir import SocketDir
 SocketDir.create("job", "node", socket_root()).release()
 """
 LEAVES_A_DAEMON = """
-import os, signal
+import os
+begins, begun = os.pipe()
 if os.fork() == 0:
     os.setsid()
     os.execv("/bin/sleep", ["sleep", "60"])
+os.close(begun)
+os.read(begins, 1)  # the other end closes as sleep begins
 """
 LEAVES_SHARED_MEMORY = "import sys; open(sys.argv[1], 'w').close()"
 LEAVES_NOTHING = "pass"
